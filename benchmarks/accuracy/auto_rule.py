@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import ssla
 from ssla import likelihoods as L
-from ssla.refit.auto import CLASS_ERROR, MASS_ERROR, STEP_ERROR, largest_step
+from ssla.refit.auto import CLASS_ERROR, MASS_ERROR, STEP_ERROR, find_largest_step
 
 LAWS = (L.HeteroscedasticGaussian(), L.Poisson(), L.StudentT(4.0, 0.4))
 
@@ -83,7 +83,7 @@ def errors(post: ssla.Posterior, new: Tensor) -> Tensor:
     output, weights = post.predict(new), post.predict(new, refit="weights")
     y = weights.icdf((torch.arange(64, dtype=torch.float64) + 0.5) / 64)
     error = (weights.log_prob(y) - output.log_prob(y)).abs().mean(1)
-    step = largest_step(ssla.WeightRefit()(post, new).output, output.interval(0.95))
+    step = find_largest_step(ssla.WeightRefit()(post, new).output, output.interval(0.95))
     flags = weights.diagnostics
     return torch.stack([error, step**2, (output.mass - 1).abs()], 1)[
         ~(flags.unconverged | flags.inaccurate)

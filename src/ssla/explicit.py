@@ -30,7 +30,7 @@ from torch.func import grad, jacrev, vmap
 from ssla._checks import all_in_plain_torch, check_finite, check_name
 from ssla.data import as_tensor
 from ssla.maths import linalg
-from ssla.network.layout import contiguous_layout
+from ssla.network.layout import make_contiguous_layout
 from ssla.priors import ADDITIVE, CONVENTIONS, EXACT, BoundPrior, Flat, Prior, as_prior
 from ssla.refit.increments import Increments
 
@@ -106,7 +106,7 @@ class ExplicitModel:
     @cached_property
     def bound(self) -> BoundPrior:
         """Return the prior as a density of the P parameters of this model."""
-        return self.prior.bind(contiguous_layout({"theta": self.start.shape}))
+        return self.prior.bind(make_contiguous_layout({"theta": self.start.shape}))
 
     @property
     def prior_of_objective(self) -> BoundPrior:
@@ -115,7 +115,7 @@ class ExplicitModel:
         In that convention θ̂ and θ̃ are modes of the likelihood alone.
         """
         if self.convention == ADDITIVE:
-            return Flat().bind(contiguous_layout({"theta": self.start.shape}))
+            return Flat().bind(make_contiguous_layout({"theta": self.start.shape}))
         return self.bound
 
     def _compute_log_probs(self, theta: Tensor) -> Tensor:

@@ -49,16 +49,16 @@ from ssla.fitting import more_data, prior_change, tuning
 from ssla.fitting.arguments import checked_budget, checked_plan, checked_weights
 from ssla.fitting.further_passes import update_posterior
 from ssla.fitting.passes import Reader
-from ssla.fitting.ranks import data_of_ranks, errors_sent_to_ranks
+from ssla.fitting.ranks import send_errors_to_ranks, share_data_among_ranks
 from ssla.fitting.validation import choose_by_validation
 from ssla.likelihoods import Likelihood
 from ssla.maths.progress import progress_bar
 from ssla.maths.roots import Root
-from ssla.network import LAST_LAYER, Network, Output, checked_output
+from ssla.network import LAST_LAYER, Network, Output, check_output_argument
 from ssla.predictive import Predictive, functions
 from ssla.predictive.functions import Functions, Joint
 from ssla.priors import ADDITIVE, EXACT, BoundPrior, Flat, Prior, indefinite
-from ssla.refit import Increments, NoRefit, Refit, WeightRefit, increments_at
+from ssla.refit import Increments, NoRefit, Refit, WeightRefit, compute_increments_at
 from ssla.report import POLISH, Report, TuningHistory
 from ssla.values import COARSE, Marginal, Statistics, Variational, evidence_bound, join_chunks
 
@@ -645,15 +645,22 @@ def fit(
     >>> post = ssla.fit(model, (X, y), likelihood=noisy)   # doctest: +SKIP
     >>> post.predict(X_new).interval(0.95)                 # doctest: +SKIP
     """
-    with errors_sent_to_ranks():
+    with send_errors_to_ranks():
         budget = checked_budget(memory_budget)
-        answer_part = checked_output(output)
+        answer_part = check_output_argument(output)
         training, unseen = split_off_validation(data, validation)
         reader = Reader(
             training, model, checked_weights(weights), budget, progress, output=answer_part
         )
         plan = checked_plan(
-            Posterior, data_of_ranks(reader), likelihood, prior, structure, mode, gaussian, budget
+            Posterior,
+            share_data_among_ranks(reader),
+            likelihood,
+            prior,
+            structure,
+            mode,
+            gaussian,
+            budget,
         )
 
     if unseen is None:
@@ -674,7 +681,7 @@ def ssla(posterior: Posterior, x: Inputs, y: Any, refit: WeightRefit | None = No
 
     >>> ssla.ssla(posterior, x, y).total                     # doctest: +SKIP
     """
-    return increments_at(
+    return compute_increments_at(
         WeightRefit() if refit is None else refit, _checked_posterior(posterior), x, y
     )
 
@@ -690,7 +697,9 @@ def assla(posterior: Posterior, x: Inputs, y: Any, refit: NoRefit | None = None)
     Algorithm 2 is written. With Gaussian noise the result is the plug-in times a constant: it does
     not include the uncertainty of the network.
     """
-    return increments_at(NoRefit() if refit is None else refit, _checked_posterior(posterior), x, y)
+    return compute_increments_at(
+        NoRefit() if refit is None else refit, _checked_posterior(posterior), x, y
+    )
 
 
 @in_plain_torch

@@ -113,13 +113,13 @@ def evidence_bound(
     mean: (P,). log_likelihood: E ℓ_D, the log likelihood averaged over that Gaussian.
     """
     # E log π to second order around the mean: log π(m) − ½ tr(T S), with T = −∇² log π.
-    trace = float(prior_share(covariance, prior.precision(mean)).sum())
+    trace = float(compute_prior_share(covariance, prior.precision(mean)).sum())
     expected = float(prior.log_prob(mean)) - 0.5 * trace
     entropy = 0.5 * (len(mean) * (1 + math.log(2 * math.pi)) - covariance.logdet())
     return log_likelihood + expected + entropy
 
 
-def prior_share(operator: Operator, precision: Tensor) -> Tensor:
+def compute_prior_share(operator: Operator, precision: Tensor) -> Tensor:
     """Compute diag(T H⁻¹) (P,): the share of each parameter that the prior determines.
 
     operator: H⁻¹. precision: the prior's T (P,) or (P, P).
@@ -129,7 +129,7 @@ def prior_share(operator: Operator, precision: Tensor) -> Tensor:
     return torch.stack([operator.solve(row) for row in precision]).diagonal()
 
 
-def residual_squares(statistics: Statistics, likelihood: Likelihood, outputs: int) -> float:
+def compute_residual_squares(statistics: Statistics, likelihood: Likelihood, outputs: int) -> float:
     """Compute Σ w rᵀΣ⁻¹r, the whitened squared residuals of a Gaussian likelihood with C outputs.
 
     The squares follow from ℓ_D = −½ Σ w (rᵀΣ⁻¹r + log|Σ| + C log 2π), without a pass. statistics:

@@ -11,7 +11,7 @@ from ssla import priors
 from ssla.files.exporting import exported_files
 from ssla.files.exporting.count_nodes import make_count_law
 from ssla.maths import portable
-from ssla.refit import log_density_of_marginal, resolve
+from ssla.refit import make_log_density_of_marginal, resolve
 from support.networks import data, mlp
 
 X, Y = data(60)
@@ -65,7 +65,7 @@ def test_sums_of_counts_are_exact_for_means_of_every_size():
     K = torch.full((200, 1, 1), 0.05, dtype=torch.float64)
     y = torch.arange(4000, dtype=torch.float64)
     chances = (
-        log_density_of_marginal(resolve("output"), likelihood, f, K)
+        make_log_density_of_marginal(resolve("output"), likelihood, f, K)
         .density_at(y.expand(200, -1))
         .log.softmax(1)
     )

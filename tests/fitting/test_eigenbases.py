@@ -7,7 +7,7 @@ import ssla
 from ssla import likelihoods as L
 from ssla import priors
 from ssla.curvature import LowRank
-from ssla.fitting.evidence import eigenbasis, thin_basis
+from ssla.fitting.evidence import eigenbasis, make_thin_basis
 from support.networks import data, mlp
 
 X, Y = data(60)
@@ -59,7 +59,7 @@ def test_precisions_that_differ_inside_a_block_have_no_basis(structure):
 @pytest.mark.parametrize("structure", ["dense", LowRank(rank=5)])
 def test_fewer_directions_than_parameters(structure):
     S, size = curvature(structure, rows=10)
-    basis = thin_basis(S, size)
+    basis = make_thin_basis(S, size)
     assert basis.directions.shape[1] < size
     v = vectors(size)
     there = basis.to_eigenbasis(v)
@@ -68,4 +68,4 @@ def test_fewer_directions_than_parameters(structure):
     pushed = torch.stack([S.push(one) for one in v])
     scale = float(pushed.abs().max())
     assert torch.allclose(basis.from_eigenbasis(basis.values * there), pushed, atol=1e-8 * scale)
-    assert thin_basis(curvature("diag")[0], size) is None
+    assert make_thin_basis(curvature("diag")[0], size) is None

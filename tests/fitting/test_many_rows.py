@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import ssla
 from ssla.curvature import Dense
-from ssla.curvature.automatic import choose_structure, time_in_words
+from ssla.curvature.automatic import choose_structure, describe_time
 from ssla.curvature.jacobians import Features
 from ssla.curvature.structure import Extent
 from ssla.fitting import passes
@@ -313,7 +313,7 @@ class TestTheDefaultStructure:
             ssla.fit(model, [(x, y)], likelihood=Categorical(), prior=prior, memory_budget=2**24)
 
     def test_words(self) -> None:
-        assert [time_in_words(s) for s in (0.01, 12.4, 119, 130, 7300)] == [
+        assert [describe_time(s) for s in (0.01, 12.4, 119, 130, 7300)] == [
             "1 s",
             "12 s",
             "119 s",

@@ -15,7 +15,7 @@ from torch import nn
 import ssla
 from ssla import likelihoods as L
 from ssla import priors
-from ssla.refit.prior_response import data_covariance
+from ssla.refit.prior_response import compute_data_covariance
 from support.oracles import Constant
 from support.published import EXACT_OFF, OFF, SELF, VARIANCES
 
@@ -238,7 +238,7 @@ def test_without_a_refit_the_prior_does_not_enter(convention, refit):
     post = line(convention)
     p = post.predict(NEW, refit=refit)
     assert not p.increments(torch.zeros(5)).prior.any()
-    K = data_covariance(post, NEW)[:, 0, 0]
+    K = compute_data_covariance(post, NEW)[:, 0, 0]
     expected = torch.sqrt(SIGMA2 / (SIGMA2 + K)) if refit == "none" else torch.ones(5)
     assert (p.mass - expected).abs().max() < 1e-12
 

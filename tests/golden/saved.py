@@ -30,13 +30,13 @@ CASES = {  # name: (likelihood, weights, structure)
 }
 
 
-def module_of(name: str) -> nn.Sequential:
+def get_module(name: str) -> nn.Sequential:
     return network(LIKELIHOODS[CASES[name][0]][1])
 
 
 def answers(posterior: ssla.Posterior, name: str) -> dict[str, list[float]]:
     kind = LIKELIHOODS[CASES[name][0]][2]
-    x, y = rows(module_of(name), kind, TESTS, seed=3)
+    x, y = rows(get_module(name), kind, TESTS, seed=3)
     p = posterior.predict(x)
     if p.kind == "class":  # the probabilities were the increments' then; they are integrals now
         logs = torch.stack(
@@ -65,7 +65,7 @@ def main() -> None:
     torch.set_num_threads(1)
     for name, (likelihood, weights, structure) in CASES.items():
         law, _, kind = LIKELIHOODS[likelihood]
-        module = module_of(name)
+        module = get_module(name)
         posterior = ssla.fit(
             module,
             rows(module, kind),

@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 import ssla
 from ssla import likelihoods, priors
-from ssla.network.layout import contiguous_layout
+from ssla.network.layout import make_contiguous_layout
 from support.networks import data, mlp
 
 pytest.importorskip("botorch", reason="needs BoTorch: pip install 'ssla[botorch]'")
@@ -290,7 +290,7 @@ def by_autograd(network, x):
     """θ̂, the outputs and the Jacobian of a network's own weights, with outcomes in the order
     of y.flatten().
     """
-    layout = contiguous_layout({name: p.shape for name, p in network.named_parameters()})
+    layout = make_contiguous_layout({name: p.shape for name, p in network.named_parameters()})
     theta = layout.pack({name: p.detach() for name, p in network.named_parameters()})
     f = lambda theta: functional_call(network, layout.unpack(theta), (x,)).flatten()
     return layout, theta, f(theta), torch.autograd.functional.jacobian(f, theta)

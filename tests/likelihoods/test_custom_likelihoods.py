@@ -16,7 +16,7 @@ from ssla.fitting import mode
 from ssla.fitting.mode import MOST_TRIALS
 from ssla.maths.quadrature import Tail
 from ssla.predictive import affine, from_marginal
-from ssla.refit import log_density_of_marginal, resolve
+from ssla.refit import make_log_density_of_marginal, resolve
 
 LEVELS = [0.001, 0.025, 0.5, 0.975, 0.999]
 
@@ -410,7 +410,7 @@ def test_the_predictive_of_a_likelihood_without_curvature_has_the_fisher_in_its_
     y = T([[-6.0, -1.5, 0.0, 0.4 * K, 6.0]])
     f = y.clamp(-K, K)  # the mode of −|y − f| − f²/2K
     exact = -math.log(2) - (y - f).abs() - f**2 / (2 * K) - 0.5 * math.log1p(K)
-    found = log_density_of_marginal(resolve("output"), likelihood, T([[0.0]]), T([[[K]]]))(y)
+    found = make_log_density_of_marginal(resolve("output"), likelihood, T([[0.0]]), T([[[K]]]))(y)
     assert torch.allclose(found.total, exact, atol=1e-6)
     if K < 1:
         assert from_marginal(likelihood, T([[0.0]]), T([[[K]]])).mass.item() == pytest.approx(
@@ -426,7 +426,9 @@ def test_a_slope_at_one_target_is_not_taken_for_a_kink():
     exact = from_marginal(L.Poisson(link="identity"), T([[3.0]]), T([[[0.2]]])).increments(
         T([[0.0]])
     )
-    found = log_density_of_marginal(resolve("output"), rate, T([[3.0]]), T([[[0.2]]]))(T([[0.0]]))
+    found = make_log_density_of_marginal(resolve("output"), rate, T([[3.0]]), T([[[0.2]]]))(
+        T([[0.0]])
+    )
     assert torch.allclose(found.total, exact.total)
     assert torch.allclose(found.curvature, T([[0.0]]), atol=1e-12)
 

@@ -61,7 +61,7 @@ def test_a_bar_waits_for_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
         given.update(options)
         return items
 
-    monkeypatch.setattr(progress, "tqdm_class", lambda required: tqdm)
+    monkeypatch.setattr(progress, "choose_tqdm_class", lambda required: tqdm)
     assert list(progress.progress_bar([1, 2], 2, None, "fit", "batch")) == [1, 2]
     assert given["delay"] == 2.0
     list(progress.progress_bar([1, 2], 2, True, "fit", "batch"))

@@ -7,7 +7,7 @@ import torch
 from scipy import stats
 
 from ssla.maths import quadrature
-from ssla.maths.quadrature.grid import regions_above
+from ssla.maths.quadrature.grid import find_regions_above
 from ssla.maths.quadrature.search import _plan_retries, _Verdict, _Work
 
 CASES = {
@@ -151,7 +151,7 @@ def test_a_root_at_an_end_of_its_bracket_is_found_whatever_its_sign_is_by_roundi
 def test_regions_end_where_the_line_between_two_places_crosses_the_threshold():
     places = torch.arange(6, dtype=torch.float64)
     heights = torch.tensor([[0.0, 2.0, 0.0, 0.0, 4.0, 4.0], [0.0, 0.0, 2.0, 0.0, 0.0, 0.0]])
-    regions = regions_above(heights.double(), places, torch.tensor([1.0, 1.0]).double())
+    regions = find_regions_above(heights.double(), places, torch.tensor([1.0, 1.0]).double())
     assert regions.lower[0].tolist() == [0.5, 3.25]
     assert regions.upper[0].tolist() == [1.5, 5.0]  # the last place is inside: no crossing
     assert (float(regions.lower[1, 0]), float(regions.upper[1, 0])) == (1.5, 2.5)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ssla.network import RowScale, open_network
-from ssla.network.fingerprint import VALUES, describe_difference, fingerprint, merge_digests
+from ssla.network.fingerprint import VALUES, compute_merge_digests, describe_difference, fingerprint
 from support.networks import data, mlp
 
 X, _ = data(8)
@@ -124,7 +124,9 @@ def opened(weights="last_layer", net=None, **options):
 def test_marks_name_what_differs_between_two_networks():
     def unlike(one, other):
         return {
-            name for name, mark in merge_digests(one).items() if mark != merge_digests(other)[name]
+            name
+            for name, mark in compute_merge_digests(one).items()
+            if mark != compute_merge_digests(other)[name]
         }
 
     whole = opened("all")

@@ -14,12 +14,12 @@ from ssla.network.frozen import (
     CALLS,
     Frozen,
     call_with_one_argument,
-    checked_output,
+    check_output_argument,
+    count_rows_within,
     describe_result,
     list_integer_dtypes,
     list_named_tensors,
     list_result_parts,
-    rows_within,
     select_output,
     split_into_chunks,
     to_outputs,
@@ -239,13 +239,13 @@ def test_descriptions_name_the_tensors_alone():
 
 @pytest.mark.parametrize("output", [None, "logits", 0, -1, len])
 def test_valid_outputs_are_returned_as_they_are(output):
-    assert checked_output(output) is output
+    assert check_output_argument(output) is output
 
 
 def test_rows_of_a_chunk_are_bounded_on_both_sides():
-    assert rows_within(100, 8) == 12
-    assert rows_within(1, 8) == 1
-    assert rows_within(1 << 40, 8) == 65536
+    assert count_rows_within(100, 8) == 12
+    assert count_rows_within(1, 8) == 1
+    assert count_rows_within(1 << 40, 8) == 65536
 
 
 @pytest.mark.parametrize("rows", [1, 3, 7, 30, 100])

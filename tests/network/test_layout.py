@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ssla.network.layout import contiguous_layout, last_layer_layout
+from ssla.network.layout import make_contiguous_layout, make_last_layer_layout
 
 F64 = torch.float64
 
@@ -20,17 +20,17 @@ def conv_and_linear():
 
 
 def contiguous(net):
-    return contiguous_layout({name: p.shape for name, p in net.named_parameters()})
+    return make_contiguous_layout({name: p.shape for name, p in net.named_parameters()})
 
 
 LAYOUTS = {
     "contiguous": lambda: (contiguous(net := conv_and_linear()), dict(net.named_parameters())),
     "last layer": lambda: (
-        last_layer_layout("w", "b", 3, 4),
+        make_last_layer_layout("w", "b", 3, 4),
         {"w": torch.randn(3, 4), "b": torch.randn(3)},
     ),
     "last layer without a bias": lambda: (
-        last_layer_layout("w", None, 3, 4),
+        make_last_layer_layout("w", None, 3, 4),
         {"w": torch.randn(3, 4)},
     ),
 }
@@ -70,7 +70,7 @@ def test_a_contiguous_layout_is_torchs_own_vector():
 
 def test_the_last_layers_theta_is_a_matrix_with_the_bias_as_its_last_column():
     weight, bias, phi = torch.randn(3, 4), torch.randn(3), torch.randn(7, 4)
-    theta = last_layer_layout("w", "b", 3, 4).pack({"w": weight, "b": bias}).reshape(3, 5)
+    theta = make_last_layer_layout("w", "b", 3, 4).pack({"w": weight, "b": bias}).reshape(3, 5)
     ones = torch.ones(7, 1, dtype=F64)
     found = torch.cat([phi.double(), ones], 1) @ theta.mT
     assert torch.allclose(found, F.linear(phi.double(), weight.double(), bias.double()), atol=1e-14)

@@ -13,7 +13,7 @@ from ssla.network.opening import (
     OPENING_ROWS,
     check_evaluation_mode,
     describe_frozen_parameters,
-    trainable_names,
+    list_trainable_names,
 )
 from support.networks import TwoInputs, data, mlp
 from support.oracles import jacobian
@@ -137,13 +137,13 @@ def test_a_network_frozen_for_inference_is_taken_whole():
 def test_trainable_parameters_are_those_that_require_a_gradient():
     net = mlp()
     names = tuple(name for name, _ in net.named_parameters())
-    assert trainable_names(net) == names
+    assert list_trainable_names(net) == names
     assert describe_frozen_parameters(net) is None
     net[0].weight.requires_grad_(False)
-    assert trainable_names(net) == names[1:]
+    assert list_trainable_names(net) == names[1:]
     assert "18 frozen parameters (requires_grad=False: 0.weight)" in describe_frozen_parameters(net)
     net.requires_grad_(False)
-    assert trainable_names(net) == names
+    assert list_trainable_names(net) == names
     assert "every parameter is frozen" in describe_frozen_parameters(net)
 
 

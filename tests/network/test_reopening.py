@@ -9,9 +9,9 @@ from torch import nn
 from ssla.network import (
     RowScale,
     describe_opening,
-    module_of,
+    get_module,
+    get_output_argument,
     open_network,
-    output_argument_of,
     reopen_network,
 )
 from ssla.network.any_parameters import LayerPlan, NormPlan
@@ -51,10 +51,10 @@ def test_a_reopened_network_is_the_network(name):
     assert again.layer_shapes == network.layer_shapes
     assert again.kronecker_names == network.kronecker_names
     assert again.bytes_per_row == network.bytes_per_row
-    assert module_of(again) is not model
+    assert get_module(again) is not model
     assert all(
         torch.equal(value, model.state_dict()[key])
-        for key, value in module_of(again).state_dict().items()
+        for key, value in get_module(again).state_dict().items()
     )
 
 
@@ -84,7 +84,7 @@ def first(result):
 )
 def test_outputs_have_words(output, words):
     network = open_network(Parts(), "last_layer", X, output=output)
-    assert output_argument_of(network) is output
+    assert get_output_argument(network) is output
     assert describe_output_argument(network).endswith(words)
     again = reopen_network(Parts(), describe_opening(network), output)
     assert torch.equal(again.evaluate(X, again.theta), network.evaluate(X, network.theta))
@@ -95,8 +95,8 @@ def test_other_networks_have_no_description():
     with pytest.raises(TypeError, match="A object cannot be saved"):
         describe_opening(object())
     with pytest.raises(TypeError, match="A object has no module"):
-        module_of(object())
-    assert output_argument_of(object()) is None
+        get_module(object())
+    assert get_output_argument(object()) is None
 
 
 def whole():

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from ssla.curvature.jacobians import Features
-from ssla.network.row_scale import RowScale, squared_lengths
+from ssla.network.row_scale import RowScale, compute_squared_lengths
 
 F64 = torch.float64
 
@@ -52,7 +52,7 @@ def test_lengths_leave_out_stored_ones_and_are_float64():
     stored = torch.cat([phi, torch.ones(5, 1)], 1)
     expected = torch.linalg.vector_norm(phi.double(), dim=1) ** 2
     for J in (Features(phi, 2), Features(phi, 2, bias=True), Features(stored, 2)):
-        found = squared_lengths(J, 3)
+        found = compute_squared_lengths(J, 3)
         assert found.dtype == F64
         assert torch.allclose(found, expected, rtol=1e-14)
 

@@ -16,7 +16,7 @@ from scipy.stats import binom
 import ssla
 from ssla import likelihoods as L
 from ssla import plots
-from ssla.plots.calibration import binomial_range
+from ssla.plots.calibration import compute_binomial_range
 from ssla.plots.doubt import compute_auroc
 from support.networks import data, mlp
 
@@ -239,7 +239,7 @@ def test_a_p_box_has_the_bounds_of_the_distribution_function_and_the_interval():
 )
 @pytest.mark.parametrize("confidence", [0.5, 0.95, 0.999])
 def test_the_range_of_a_count_is_that_of_the_binomial_distribution(n, p, confidence):
-    low, high = binomial_range(n, p, confidence)
+    low, high = compute_binomial_range(n, p, confidence)
     tail = (1 - confidence) / 2
     assert low == binom.ppf(tail, n, p) or binom.cdf(low - 1, n, p) == pytest.approx(tail)
     assert high == binom.ppf(1 - tail, n, p)
@@ -265,7 +265,7 @@ def test_a_calibration_curve_has_the_coverage_at_each_level(source):
         assert share == pytest.approx(expected)
     vertices = ax.collections[0].get_paths()[0].vertices
     at = vertices[np.isclose(vertices[:, 0], 0.5)][:, 1]
-    assert (at.min(), at.max()) == tuple(np.array(binomial_range(n, 0.5, 0.95)) / n)
+    assert (at.min(), at.max()) == tuple(np.array(compute_binomial_range(n, 0.5, 0.95)) / n)
 
 
 def test_a_row_of_weight_two_is_drawn_as_two_rows():

@@ -52,9 +52,9 @@ def increments(likelihood, size, scale, shape, seed, dtype, refit, location, y):
     K = covariance(size, scale, shape, seed, dtype)
     if isinstance(likelihood, L.Gaussian):
         return from_marginal(likelihood, f, K, refit=refit).increments(y)
-    from ssla.refit import log_density_of_marginal, resolve
+    from ssla.refit import make_log_density_of_marginal, resolve
 
-    return log_density_of_marginal(resolve(refit), likelihood, f, K)(
+    return make_log_density_of_marginal(resolve(refit), likelihood, f, K)(
         torch.as_tensor(y).double().expand(3)
     )
 

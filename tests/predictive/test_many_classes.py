@@ -14,8 +14,8 @@ from ssla.predictive import class_integrals, many_classes
 from ssla.predictive.class_integrals import (
     ClassIntegrals,
     integrate_classes,
-    root_times_nodes,
-    softmax_nodes,
+    make_softmax_nodes,
+    multiply_root_by_nodes,
 )
 
 T = {"dtype": torch.float64}
@@ -23,8 +23,8 @@ T = {"dtype": torch.float64}
 
 def reference(f, root):
     """One row at a time, all nodes at once, in float64."""
-    z = softmax_nodes(f.shape[1]).to(root.dtype)
-    logs = torch.log_softmax(f.unsqueeze(-1) + root_times_nodes(root, z).double(), 1)
+    z = make_softmax_nodes(f.shape[1]).to(root.dtype)
+    logs = torch.log_softmax(f.unsqueeze(-1) + multiply_root_by_nodes(root, z).double(), 1)
     p = logs.exp()
     log_probs = torch.log_softmax(logs.logsumexp(-1), 1)
     return ClassIntegrals(log_probs, p.var(-1, correction=0), torch.special.entr(p).sum(1).mean(-1))
@@ -112,7 +112,7 @@ def test_rows_outside_the_span_take_their_own_product():
     odd = ScaledRoot(scale, root.basis, root.profiles)
     found = integrate_classes([(f, odd)], 40, 1 << 30)
     close(found, reference(f, odd), 1e-12)
-    shared = many_classes.build_shared_nodes(odd, softmax_nodes(40).mT[:256])
+    shared = many_classes.build_shared_nodes(odd, make_softmax_nodes(40).mT[:256])
     assert (
         ~shared.find_covered_rows(odd, many_classes.TOLERANCE)
     ).nonzero().flatten().tolist() == [4, 17]

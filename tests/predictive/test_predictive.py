@@ -9,7 +9,7 @@ from scipy import stats
 import ssla
 from ssla import likelihoods as L
 from ssla.predictive import from_marginal, mixture
-from ssla.refit import log_density_of_marginal, resolve
+from ssla.refit import make_log_density_of_marginal, resolve
 from support.cases import CASES
 from support.oracles import random_spd
 
@@ -399,6 +399,6 @@ def test_a_likelihood_with_a_kink_ends():
     """sqrt((y − f)²) has no derivative at y = f: whatever comes, the ascent must end there."""
     kink = L.custom(lambda y, f: -math.log(2) - torch.sqrt((y - f[..., 0]) ** 2), outputs=1)
     f, K = torch.zeros(1, 1, dtype=torch.float64), torch.ones(1, 1, 1, dtype=torch.float64)
-    log_density = log_density_of_marginal(resolve("output"), kink, f, K)
+    log_density = make_log_density_of_marginal(resolve("output"), kink, f, K)
     density = log_density.density_at(torch.tensor([[-1.0, 0.0, 1.0]], dtype=torch.float64))
     assert density.log.shape == (1, 3)

@@ -11,13 +11,13 @@ from scipy import integrate, stats
 from torch import distributions as dist
 
 from ssla import priors
-from ssla.network.layout import contiguous_layout, last_layer_layout
+from ssla.network.layout import make_contiguous_layout, make_last_layer_layout
 from ssla.priors import as_prior, describe, indefinite
 from support.oracles import finite_difference
 
-LAYOUT = last_layer_layout("head.weight", "head.bias", outputs=2, inputs=3)
-PAIR = contiguous_layout({"mu": torch.Size([1]), "log_variance": torch.Size([1])})
-ONE = contiguous_layout({"theta": torch.Size([1])})
+LAYOUT = make_last_layer_layout("head.weight", "head.bias", outputs=2, inputs=3)
+PAIR = make_contiguous_layout({"mu": torch.Size([1]), "log_variance": torch.Size([1])})
+ONE = make_contiguous_layout({"theta": torch.Size([1])})
 COVARIANCE = torch.eye(8, dtype=torch.float64) + 0.3
 
 CASES = {

@@ -5,10 +5,10 @@ import torch
 from scipy import stats
 
 from ssla import priors
-from ssla.network.layout import contiguous_layout, last_layer_layout
+from ssla.network.layout import make_contiguous_layout, make_last_layer_layout
 
-LAYOUT = last_layer_layout("head.weight", "head.bias", outputs=2, inputs=3)
-MIXED = contiguous_layout(
+LAYOUT = make_last_layer_layout("head.weight", "head.bias", outputs=2, inputs=3)
+MIXED = make_contiguous_layout(
     {"a.weight": torch.Size([2, 2]), "a.bias": torch.Size([2]), "b.scale": torch.Size([1])}
 )
 

@@ -83,23 +83,10 @@ def test_output_refit_is_close_to_the_integral(name, sd):
     assert -1e-6 < kl(name, sd, "output") <= 2e-3
 
 
-def test_the_lower_rungs_shown_beside_it(capsys):
-    """No claim but order: at sd(f) = 0.6 the mode beats ASSLA wherever the two differ.
-
-    The table is printed for people.
-    """
-    rows = []
-    for name in INTEGRABLE:
-        row = {refit: kl(name, 0.6, refit) for refit in ("plug_in", "none", "newton", "output")}
-        rows.append(f"{name:<24}" + "".join(f"{value:12.2e}" for value in row.values()))
-        assert row["output"] <= row["none"] + 1e-4, name
-    with capsys.disabled():
-        print(
-            "\n\nmean KL from the integral, sd(f) = 0.6\n"
-            + " " * 24
-            + "     plug_in        none      newton      output"
-        )
-        print("\n".join(rows))
+@pytest.mark.parametrize("name", INTEGRABLE)
+def test_the_output_refit_is_at_least_as_close_as_no_refit(name):
+    """At sd(f) = 0.6 the mode beats ASSLA wherever the two differ."""
+    assert kl(name, 0.6, "output") <= kl(name, 0.6, "none") + 1e-4
 
 
 @pytest.mark.parametrize("sd", [0.5, 1.0, 3.0])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ssla.curvature import Dense, Extent, Kfac, Structure
-from ssla.curvature.memory import bytes_in_words, make_default_kfac
+from ssla.curvature.memory import describe_bytes, make_default_kfac
 
 AUTO = "auto"
 # of a dense fit that is taken by default. A guess: what a user waits without looking for another
@@ -35,7 +35,7 @@ def choose_structure(extent: Extent, budget: int, uneven: bool = False) -> Choic
     memory = dense.memory(extent)
     if seconds <= MOST_SECONDS and memory <= budget:
         return Choice(dense, "the whole curvature, which is cheap here")
-    cost = f"dense would take about {time_in_words(seconds)} and {bytes_in_words(memory)}"
+    cost = f"dense would take about {describe_time(seconds)} and {describe_bytes(memory)}"
     if uneven:
         return Choice(
             dense,
@@ -48,7 +48,7 @@ def choose_structure(extent: Extent, budget: int, uneven: bool = False) -> Choic
     return Choice(Kfac(), cost)
 
 
-def time_in_words(seconds: float) -> str:
+def describe_time(seconds: float) -> str:
     """Return a number of seconds as text, in seconds (at least one), minutes or hours."""
     if seconds < 120:
         return f"{max(round(seconds), 1)} s"

@@ -30,7 +30,7 @@ def refuse_beyond_budget(
             instead += ", or fewer weights (weights='last_layer', or a list of parameter names)"
         raise ValueError(
             f"structure={structure.name!r} with {extent.size:,} free parameters needs "
-            f"{bytes_in_words(need)}, more than the memory budget of {bytes_in_words(budget)}. Use "
+            f"{describe_bytes(need)}, more than the memory budget of {describe_bytes(budget)}. Use "
             f"{instead}, or a larger memory_budget."
         )
     if bytes_per_row > budget:
@@ -38,14 +38,14 @@ def refuse_beyond_budget(
         kfac_helps = extent.is_last_layer and structure.name != "kfac"
         raise ValueError(
             "One row of the network's intermediate results takes "
-            f"{bytes_in_words(bytes_per_row)} with structure={structure.name!r}, more than the "
-            f"memory budget of {bytes_in_words(budget)}. "
+            f"{describe_bytes(bytes_per_row)} with structure={structure.name!r}, more than the "
+            f"memory budget of {describe_bytes(budget)}. "
             "Give several times that, or select fewer weights"
             + (", or, for classes, use structure='kfac'." if kfac_helps else ".")
         )
 
 
-def tensor_bytes(value: Any) -> int:
+def count_tensor_bytes(value: Any) -> int:
     """Return the bytes of all tensors in a value.
 
     The value is a tensor, a dataclass, or a list or tuple of such values. Any other value has 0.
@@ -54,7 +54,7 @@ def tensor_bytes(value: Any) -> int:
         return value.numel() * value.element_size()
     if is_dataclass(value):
         value = [getattr(value, field.name) for field in fields(value)]
-    return sum(map(tensor_bytes, value)) if isinstance(value, list | tuple) else 0
+    return sum(map(count_tensor_bytes, value)) if isinstance(value, list | tuple) else 0
 
 
 def describe_affordable_structures(name: str, extent: Extent, budget: int) -> str:
@@ -69,7 +69,7 @@ def describe_affordable_structures(name: str, extent: Extent, budget: int) -> st
         if other != name
     }
     affordable = [
-        f"structure={other!r} ({bytes_in_words(size)})"
+        f"structure={other!r} ({describe_bytes(size)})"
         for other, size in sizes.items()
         if size <= budget
     ]
@@ -85,7 +85,7 @@ def make_default_kfac(extent: Extent) -> Kfac:
     return Kfac(output_factor=DIAGONAL if many else None)
 
 
-def bytes_in_words(size: int) -> str:
+def describe_bytes(size: int) -> str:
     """Return a number of bytes as text with three digits and a unit, such as "1.5 GiB"."""
     units = ("B", "KiB", "MiB", "GiB", "TiB")
     power = 0

@@ -28,7 +28,7 @@ from ssla.curvature.structure import Eigenbasis, Structure
 from ssla.data import Inputs
 from ssla.diagnostics.compass_search import maximise
 from ssla.diagnostics.predictive_sets import Bounds, Functional, Worst, refuse_outputs
-from ssla.fitting.evidence import ThinBasis, eigenbasis, thin_basis
+from ssla.fitting.evidence import ThinBasis, eigenbasis, make_thin_basis
 from ssla.likelihoods import Likelihood
 from ssla.network.layout import Layout
 from ssla.predictive import Predictive, from_marginal
@@ -328,7 +328,7 @@ def _find_basis(
     pattern = torch.ones(size, dtype=torch.float64)
     basis: Eigenbasis | ThinBasis | None = eigenbasis(curvature, pattern, ranges.groups)
     if basis is None and len(ranges.low) == 1:
-        basis = thin_basis(curvature, size)
+        basis = make_thin_basis(curvature, size)
     if basis is None:
         raise ValueError(
             "A box with different precisions by layer needs structure='kfac' or 'diag', but "

@@ -43,9 +43,9 @@ from ssla.network import (
     Network,
     Output,
     RowScale,
-    checked_output,
+    check_output_argument,
     describe_opening,
-    module_of,
+    get_module,
     open_network,
 )
 from ssla.posterior import Posterior
@@ -92,7 +92,7 @@ def fit(
         )
 
     budget = checked_budget(memory_budget)
-    answer_part = checked_output(output)
+    answer_part = check_output_argument(output)
     names = checked_weights(weights)
     engine = choose_engine(client)
     cluster = Cluster(engine, shards, model, names, budget, progress, output=answer_part)
@@ -207,7 +207,7 @@ class Cluster:
         # The private copy and its names are sent, so that later changes to the user's module do not
         # change the sums.
         task = ShardTask(
-            module_of(self.opened),
+            get_module(self.opened),
             self.opened.layout.names,
             self.opening,
             self.budget,

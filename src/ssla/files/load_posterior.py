@@ -27,7 +27,7 @@ from ssla.network import (
     Opening,
     Output,
     check_evaluation_mode,
-    checked_output,
+    check_output_argument,
     describe_difference,
     fingerprint,
     reopen_network,
@@ -67,7 +67,7 @@ def load(
         )
     content, tensors = read_model(path, KIND)
     return decode_posterior(
-        content, tensors, model, Path(path), likelihood, prior, checked_output(output)
+        content, tensors, model, Path(path), likelihood, prior, check_output_argument(output)
     )
 
 
@@ -143,12 +143,12 @@ def _choose_output(
     stored = content.get("output")  # absent if the result of the module is f
     is_custom = isinstance(stored, dict)
     if not is_custom and output is not None:
-        if output != checked_output(stored):
+        if output != check_output_argument(stored):
             raise FileError(
                 f"{source} was saved with output={stored!r}, but output= is {output!r}. Omit it."
             )
         output = None
-    return checked_output(_decode_or_take_given(decoder, stored, "output", output, source))
+    return check_output_argument(_decode_or_take_given(decoder, stored, "output", output, source))
 
 
 def _compare_fingerprint(stated: Mapping[str, Any], model: nn.Module, source: Path) -> None:

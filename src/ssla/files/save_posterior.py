@@ -11,8 +11,8 @@ from ssla.files.encoding import Encoder, NotStorableError
 from ssla.network import (
     describe_opening,
     fingerprint,
-    module_of,
-    output_argument_of,
+    get_module,
+    get_output_argument,
 )
 
 if TYPE_CHECKING:
@@ -46,14 +46,14 @@ def encode_posterior(posterior: Posterior, encoder: Encoder, prefix: str) -> dic
 
     # These may be code of the user.
     custom = {"likelihood": posterior.likelihood, "prior": posterior.prior}
-    output = output_argument_of(posterior.network)
+    output = get_output_argument(posterior.network)
     if output is not None:
         custom["output"] = output
     for name, value in custom.items():
         content[name] = _encode_or_name(encoder, value, f"{prefix}{name}")
     content["memory_budget"] = posterior.memory_budget
     content["convention"] = posterior.convention
-    content["network"] = fingerprint(module_of(posterior.network))
+    content["network"] = fingerprint(get_module(posterior.network))
     return content
 
 

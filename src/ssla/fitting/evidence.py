@@ -82,7 +82,7 @@ class ThinBasis:
         return v[..., :count] @ self.directions.mT + v[..., count:]
 
 
-def thin_basis(structure: Structure, size: int) -> ThinBasis | None:
+def make_thin_basis(structure: Structure, size: int) -> ThinBasis | None:
     """Return the thin basis of a structure that holds fewer directions than its `size` parameters.
 
     Such structures hold rows in place of a matrix, or have a low rank. None for another structure.
@@ -212,12 +212,12 @@ class OperatorEvidence:
             gain = float(step @ p.gradient) - 0.5 * float(step @ p.curvature.push(step))
             q = q + step
             squares = squares - 2 * gain
-        prior_share = tau * operator.variances()
+        compute_prior_share = tau * operator.variances()
         terms = 0.5 * (tau.log().sum() - (tau * q * q).sum() - operator.logdet())
-        slopes_of_entries = 0.5 * (1 - tau * q * q - prior_share)
+        slopes_of_entries = 0.5 * (1 - tau * q * q - compute_prior_share)
         zeros = torch.zeros(len(point) - 1, dtype=torch.float64)
         slopes = zeros.index_add(0, p.groups, slopes_of_entries)
-        determined = len(tau) - float(prior_share.sum())
+        determined = len(tau) - float(compute_prior_share.sum())
         return _compute_evidence_at_noise(p, point, squares, gain, terms, slopes, determined)
 
 

@@ -10,7 +10,7 @@ from ssla.fitting.fit import fit_with_prior
 from ssla.fitting.fit_plan import FitPlan
 from ssla.fitting.more_data import add_statistics
 from ssla.fitting.passes import Chunk, Data, Reader, make_reader_of_chunks
-from ssla.fitting.ranks import data_of_ranks, errors_sent_to_ranks
+from ssla.fitting.ranks import send_errors_to_ranks, share_data_among_ranks
 from ssla.fitting.steps import refit_last_layer
 from ssla.fitting.variational import add_rows
 from ssla.network import LAST_LAYER
@@ -44,7 +44,7 @@ def _open_reader(posterior: Posterior, data: Any) -> Reader:
 
     Raises ValueError or TypeError for data that cannot be opened, on all ranks of a group.
     """
-    with errors_sent_to_ranks():
+    with send_errors_to_ranks():
         source = open_source(data)
     # The network is open already: the reader needs no model, and does not use `weights`.
     return Reader(
@@ -62,7 +62,9 @@ def _make_plan_to_read(posterior: Posterior, data: Any, mode: str) -> FitPlan:
     data: in any form that `ssla.fit` takes. This process reads them; in a group every rank reads
     its own. mode: what happens to θ̂.
     """
-    return _make_plan_like_posterior(posterior, data_of_ranks(_open_reader(posterior, data)), mode)
+    return _make_plan_like_posterior(
+        posterior, share_data_among_ranks(_open_reader(posterior, data)), mode
+    )
 
 
 def collect_sums(posterior: Posterior, data: Any) -> Statistics:
@@ -95,7 +97,7 @@ def update_posterior(posterior: Posterior, data: Any) -> Posterior:
     Raises ValueError where the Gaussian is variational and the new data can be read only once.
     """
     reader = _open_reader(posterior, data)
-    plan = _make_plan_like_posterior(posterior, data_of_ranks(reader), AS_IS)
+    plan = _make_plan_like_posterior(posterior, share_data_among_ranks(reader), AS_IS)
     plan, sums, _ = plan.run_pass(posterior.theta)
     updated = add_statistics(posterior, sums.statistics, reader.source, passes=1)
     if posterior.variational is None:

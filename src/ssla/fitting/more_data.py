@@ -10,7 +10,7 @@ import torch
 from ssla.data import Source
 from ssla.fitting.variational import with_recentred_mean
 from ssla.maths.digests import digest
-from ssla.network import describe_difference, fingerprint, merge_digests, module_of
+from ssla.network import compute_merge_digests, describe_difference, fingerprint, get_module
 from ssla.priors import describe
 from ssla.report import ADDED, DATA, MOVED, RANK, Note, subject_of, without_subjects
 from ssla.values import Statistics, Variational
@@ -57,11 +57,14 @@ def _check_same_model(posterior: Posterior, other: Posterior) -> None:
                 f"{theirs}."
             )
 
-    our_digests, their_digests = merge_digests(posterior.network), merge_digests(other.network)
+    our_digests, their_digests = (
+        compute_merge_digests(posterior.network),
+        compute_merge_digests(other.network),
+    )
     unequal = [name for name in our_digests if our_digests[name] != their_digests[name]]
     if unequal:
         why = describe_difference(
-            fingerprint(module_of(posterior.network)), fingerprint(module_of(other.network))
+            fingerprint(get_module(posterior.network)), fingerprint(get_module(other.network))
         )
         reason = f": {why}" if why else ""
         raise ValueError(

@@ -20,7 +20,7 @@ from ssla.likelihoods import Gaussian
 from ssla.likelihoods.likelihood import multiply_dispersion
 from ssla.network import Network
 from ssla.priors import BoundPrior
-from ssla.values import prior_share, residual_squares
+from ssla.values import compute_prior_share, compute_residual_squares
 
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
@@ -62,7 +62,7 @@ class _NoiseProblem:
         precision = self.bound.precision(self.theta)
         operator = factorise_uphill(scaled.newton_curvature, precision)
         used = torch.zeros_like(self.unit).index_add(
-            0, self.groups, 1 - prior_share(operator, precision)
+            0, self.groups, 1 - compute_prior_share(operator, precision)
         )
         squares = self.squares
         if self.polish:
@@ -187,7 +187,7 @@ def scale_noise(posterior: Posterior, factor: float) -> Posterior:
         return posterior
     statistics = posterior.statistics
     outputs = posterior.network.outputs
-    squares = residual_squares(statistics, old, outputs)
+    squares = compute_residual_squares(statistics, old, outputs)
     log_likelihood = (
         statistics.log_likelihood
         + 0.5 * squares * (1 - factor**-2)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ssla.curvature import Dense, Extent, Structure
 from ssla.curvature.automatic import Choice, choose_structure
 from ssla.curvature.jacobians import Features, Jacobian
-from ssla.curvature.memory import refuse_beyond_budget, tensor_bytes
+from ssla.curvature.memory import count_tensor_bytes, refuse_beyond_budget
 from ssla.curvature.structure import MANY_CLASSES
 from ssla.data import Batch, Rows, Source, check_batch
 from ssla.fitting.sums import Averaging, Sums
@@ -36,7 +36,7 @@ from ssla.network import (
     RowScale,
     open_network,
 )
-from ssla.network.frozen import rows_within
+from ssla.network.frozen import count_rows_within
 from ssla.network.head import MATRICES_PER_ROW
 from ssla.priors import Prior
 from ssla.report import POLISH, TILT
@@ -407,7 +407,7 @@ class Reader:
         for chunk, inputs in self._iterate_chunks(order):
             theta = self.network.theta if order.theta is None else order.theta
             f, J = self._linearise(chunk, theta, order)
-            size += tensor_bytes(J)
+            size += count_tensor_bytes(J)
             if size > self.budget // KEPT_SHARE:
                 kept = None
             if kept is not None:
@@ -480,7 +480,7 @@ class Reader:
                 self.model, self.weights, batch.x, order, self.budget, rows, self.output
             )
         bytes_of_row = count_bytes_per_row(self.opened, self._with_structure(order), self.budget)
-        return rows_within(self.budget // CHUNK_SHARE, bytes_of_row)
+        return count_rows_within(self.budget // CHUNK_SHARE, bytes_of_row)
 
     def _with_structure(self, order: Order) -> Order:
         """Return the order with a structure, which is chosen once for each order and stored."""
@@ -520,7 +520,7 @@ class Reader:
             return None
         if not self._with_structure(order).needs_more_passes(self.network, self.budget):
             return None
-        return tensor_bytes(chunk.features.phi) + 8 * chunk.y.numel()  # 8 bytes a target
+        return count_tensor_bytes(chunk.features.phi) + 8 * chunk.y.numel()  # 8 bytes a target
 
 
 def _cast_features_to_keep(J: Features) -> Features:

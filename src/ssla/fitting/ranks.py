@@ -21,7 +21,7 @@ from torch import distributed
 
 from ssla.fitting.passes import Data, Order, Pass, Reader
 from ssla.maths.digests import digest
-from ssla.network import Network, RowScale, merge_digests
+from ssla.network import Network, RowScale, compute_merge_digests
 
 T = TypeVar("T")
 _ALONE: ContextVar[bool] = ContextVar("ssla_alone", default=False)
@@ -44,7 +44,7 @@ def alone() -> Iterator[None]:
         _ALONE.reset(token)
 
 
-def data_of_ranks(reader: Reader) -> Data:
+def share_data_among_ranks(reader: Reader) -> Data:
     """Return the shards of all ranks as one source of passes.
 
     reader: of this rank's shard. Outside a group it is returned itself.
@@ -66,7 +66,7 @@ def _is_in_group() -> bool:
 
 
 @contextmanager
-def errors_sent_to_ranks() -> Iterator[None]:
+def send_errors_to_ranks() -> Iterator[None]:
     """Send an error that is raised inside the block to the other ranks, and raise it here.
 
     The block must come before the first pass. The other ranks then end their fit, because they wait
@@ -103,7 +103,7 @@ class Ranks:
     @cached_property
     def _network_digests(self) -> dict[str, str]:
         """Return digests of the network, which all ranks must share; computed once."""
-        return merge_digests(self.network)
+        return compute_merge_digests(self.network)
 
     def scale_rows(self, scale: RowScale) -> None:
         """Give the last layer of this rank a scale of rows; it must not have one yet."""

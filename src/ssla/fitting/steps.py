@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ssla._checks import warn
 from ssla.curvature import Extent, Kfac, LowRank
-from ssla.curvature.memory import bytes_in_words
+from ssla.curvature.memory import describe_bytes
 from ssla.curvature.structure import MANY_CLASSES
 from ssla.fitting.fit_plan import FitPlan
 from ssla.fitting.mode import NoModeError
@@ -615,13 +615,13 @@ def _keep_gaussian_at_mode(plan: FitPlan, posterior: Posterior) -> Posterior:
     message = "gaussian='laplace' was used in place of 'variational', "
     if plan.variational_is_large:
         message += (
-            f"which needs {bytes_in_words(plan.bytes_of_averages)}, more than the memory budget"
+            f"which needs {describe_bytes(plan.bytes_of_averages)}, more than the memory budget"
         )
     elif plan.variational_takes_long and plan.repeatable:
         message += (
             f"which takes {plan.network.outputs} backward passes over the data in each of its "
             "rounds: the Jacobians of all rows take "
-            f"{bytes_in_words(plan.bytes_of_jacobians)}, more than the part of the memory budget "
+            f"{describe_bytes(plan.bytes_of_jacobians)}, more than the part of the memory budget "
             "in which they are kept; ask for it by gaussian='variational'"
         )
     else:

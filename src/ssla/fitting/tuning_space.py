@@ -22,7 +22,7 @@ from ssla.fitting.noise import scale_noise
 from ssla.fitting.variational import with_recentred_mean
 from ssla.priors import BoundGaussian, Flat, trained_scale
 from ssla.priors import Gaussian as GaussianPrior
-from ssla.values import residual_squares
+from ssla.values import compute_residual_squares
 
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
@@ -264,7 +264,9 @@ class Space:
         sums = posterior.sums
         outputs = posterior.network.outputs
         has_noise = posterior.likelihood.quadratic
-        squares = residual_squares(sums, posterior.likelihood, outputs) if has_noise else 0.0
+        squares = (
+            compute_residual_squares(sums, posterior.likelihood, outputs) if has_noise else 0.0
+        )
         return Problem(
             sums.curvature,
             sums.gradient,

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from ssla.curvature import Operator
 from ssla.curvature.jacobians import Features, Jacobian
-from ssla.curvature.memory import tensor_bytes
+from ssla.curvature.memory import count_tensor_bytes
 from ssla.data import Source, check_batch, open_source
 from ssla.likelihoods import Likelihood
 from ssla.likelihoods.integrals import log_average
-from ssla.network import LastLayer, squared_lengths
+from ssla.network import LastLayer, compute_squared_lengths
 from ssla.predictive import Predictive, predictive_of_outputs
 
 if TYPE_CHECKING:
@@ -103,8 +103,8 @@ class ValidationRows:
                 means.append(f.double())
                 if isinstance(posterior.network, LastLayer):
                     assert isinstance(J, Features)
-                    squares.append(squared_lengths(J, posterior.network.inputs))
-                size += tensor_bytes(J)
+                    squares.append(compute_squared_lengths(J, posterior.network.inputs))
+                size += count_tensor_bytes(J)
                 if kept is not None and size <= posterior.memory_budget // KEPT_SHARE:
                     kept.append((f, J))
                 else:

@@ -25,7 +25,7 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from ssla import priors
 from ssla.fitting.variational import with_recentred_mean
 from ssla.likelihoods import Gaussian
-from ssla.network import module_of
+from ssla.network import get_module
 from ssla.network.unset import make_unset_linear
 from ssla.posterior import Posterior, fit
 from ssla.report import VARIATIONAL
@@ -210,7 +210,7 @@ def continue_from(posterior: Posterior) -> tuple[nn.Sequential, Settings]:
 
     Raises ValueError for a network that `draw_network` has not made.
     """
-    network = deepcopy(module_of(posterior.network))
+    network = deepcopy(get_module(posterior.network))
     if not isinstance(network, nn.Sequential) or not isinstance(network[0], ScaledInputs):
         raise ValueError(
             "start must be a model of ssla.botorch.train, but it has another network. Leave start= "

@@ -31,7 +31,7 @@ def is_progress_wanted(show: bool | None) -> bool:
     return is_stderr_terminal() if show is None else show
 
 
-def tqdm_class(required: bool) -> Any:
+def choose_tqdm_class(required: bool) -> Any:
     """Return tqdm's class of bars.
 
     Without tqdm, raises ImportError if it is required, and returns None otherwise.
@@ -45,7 +45,7 @@ def tqdm_class(required: bool) -> Any:
     return tqdm
 
 
-def bar_delay(show: bool | None) -> float:
+def choose_bar_delay(show: bool | None) -> float:
     """Return the seconds after which a bar appears: 0 if the user asked for it, else DELAY.
 
     show: the user's `progress`.
@@ -63,11 +63,11 @@ def progress_bar(
     """
     if not is_progress_wanted(show):
         return items
-    tqdm = tqdm_class(required=show is True)
+    tqdm = choose_tqdm_class(required=show is True)
     if tqdm is None:
         return _show_as_text(items, ProgressText(label, show))
     bar: Iterable[T] = tqdm(
-        items, total=length, desc=label, unit=unit, delay=bar_delay(show), leave=show is True
+        items, total=length, desc=label, unit=unit, delay=choose_bar_delay(show), leave=show is True
     )
     return bar
 
@@ -95,12 +95,12 @@ class ProgressText:
     def show(self, words: str) -> None:
         """Write the words and the seconds since the start in place of the line that is shown.
 
-        Nothing is written before `bar_delay`, nor within EVERY seconds after the last line.
+        Nothing is written before `choose_bar_delay`, nor within EVERY seconds after the last line.
         """
         now = time.monotonic()
         if (
             not is_progress_wanted(self.shown)
-            or now - self.started < bar_delay(self.shown)
+            or now - self.started < choose_bar_delay(self.shown)
             or now - self.last < EVERY
         ):
             return

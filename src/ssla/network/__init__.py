@@ -21,26 +21,26 @@ J, B, C, P, F    as in `ssla.curvature`
 """
 
 from ssla.network.any_parameters import AnyParameters, LayerPlan, NormPlan
-from ssla.network.fingerprint import VALUES, describe_difference, fingerprint, merge_digests
-from ssla.network.frozen import Output, checked_output
+from ssla.network.fingerprint import VALUES, compute_merge_digests, describe_difference, fingerprint
+from ssla.network.frozen import Output, check_output_argument
 from ssla.network.head import LastLayer
 from ssla.network.network import Network
 from ssla.network.opening import (
     ALL,
     LAST_LAYER,
     check_evaluation_mode,
+    list_trainable_names,
     open_network,
-    trainable_names,
 )
 from ssla.network.reopening import (
     Opening,
     describe_opening,
     describe_output_argument,
-    module_of,
-    output_argument_of,
+    get_module,
+    get_output_argument,
     reopen_network,
 )
-from ssla.network.row_scale import RowScale, squared_lengths
+from ssla.network.row_scale import RowScale, compute_squared_lengths
 from ssla.network.tapping import LayerInputs
 
 __all__ = [
@@ -57,16 +57,16 @@ __all__ = [
     "Output",
     "RowScale",
     "check_evaluation_mode",
-    "checked_output",
+    "check_output_argument",
+    "compute_merge_digests",
+    "compute_squared_lengths",
     "describe_difference",
     "describe_opening",
     "describe_output_argument",
     "fingerprint",
-    "merge_digests",
-    "module_of",
+    "get_module",
+    "get_output_argument",
+    "list_trainable_names",
     "open_network",
-    "output_argument_of",
     "reopen_network",
-    "squared_lengths",
-    "trainable_names",
 ]

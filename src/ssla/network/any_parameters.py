@@ -27,7 +27,7 @@ from ssla._checks import is_inside_vmap
 from ssla.curvature.jacobians import Jacobian, LayerBlock, LayerJacobian, RestBlock
 from ssla.data import Inputs, input_tensors, map_inputs, row_count, take_rows
 from ssla.network.bounds import shrink_factors, shrink_rows
-from ssla.network.frozen import Frozen, rows_within, split_into_chunks
+from ssla.network.frozen import Frozen, count_rows_within, split_into_chunks
 from ssla.network.layout import Layout
 from ssla.network.watch import (
     NORM,
@@ -145,7 +145,7 @@ class AnyParameters:
 
     def rows_at_once(self, budget: int) -> int:
         """Return the number of rows of a chunk, at least one, under a budget in bytes."""
-        return rows_within(budget // CHUNK_SHARE, self.bytes_per_row)
+        return count_rows_within(budget // CHUNK_SHARE, self.bytes_per_row)
 
     def chunks(self, x: Inputs, budget: int) -> Iterator[Inputs]:
         """Yield chunks of the rows x that fit the budget in bytes."""

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from ssla._checks import in_plain_torch
 from ssla.curvature import Extent, Structure, resolve_structure
-from ssla.curvature.automatic import AUTO, choose_structure, time_in_words
-from ssla.curvature.memory import DEFAULT_BUDGET, bytes_in_words, describe_affordable_structures
+from ssla.curvature.automatic import AUTO, choose_structure, describe_time
+from ssla.curvature.memory import DEFAULT_BUDGET, describe_affordable_structures, describe_bytes
 from ssla.curvature.structure import MANY_CLASSES
-from ssla.network.frozen import Output, checked_output
+from ssla.network.frozen import Output, check_output_argument
 from ssla.network.head import MATRICES_PER_ROW
-from ssla.network.opening import ALL, LAST_LAYER, select_parameter_names, trainable_names
+from ssla.network.opening import ALL, LAST_LAYER, list_trainable_names, select_parameter_names
 
 ROUNDS = "10 to 30 for the variational Gaussian (none with gaussian='laplace')"
 # Passes of one refit over the rows, by whether it is of a last layer: the usual number, and that
@@ -67,21 +67,21 @@ class Cost:
         The lines on time and refits are left out where these are not known or not planned.
         """
         verdict = (
-            f"{'within' if self.fits else 'BEYOND'} the budget of {bytes_in_words(self.budget)}"
+            f"{'within' if self.fits else 'BEYOND'} the budget of {describe_bytes(self.budget)}"
         )
         lines = [
             f"rows          {self.rows:,}: read in chunks, memory does not grow with them",
             f"parameters    {self.parameters:,} free, {self.outputs} "
             f"output{'s' * (self.outputs != 1)}",
-            f"statistics    {bytes_in_words(self.statistics)} ({self.structure}), {verdict}",
-            f"each row      {bytes_in_words(self.per_row)} while its chunk is read",
+            f"statistics    {describe_bytes(self.statistics)} ({self.structure}), {verdict}",
+            f"each row      {describe_bytes(self.per_row)} while its chunk is read",
             f"passes        {self.passes}",
         ]
         if self.choice:
             lines.insert(2, f"structure     {self.structure} (chosen: {self.choice})")
         if not math.isnan(self.seconds):
             lines.append(
-                f"time          about {time_in_words(self.seconds)} on one core, without the "
+                f"time          about {describe_time(self.seconds)} on one core, without the "
                 "network's own passes"
             )
         if self.refits:
@@ -91,7 +91,7 @@ class Cost:
                 f"({few // self.refits} to {many // self.refits} for each), about "
                 f"{_describe_operations(OPERATIONS * few * self.rows * self.parameters)} to "
                 f"{_describe_operations(OPERATIONS * many * self.rows * self.parameters)}, in "
-                f"{bytes_in_words(self.refit_memory)}"
+                f"{describe_bytes(self.refit_memory)}"
             )
         if not self.fits:
             lines.append(f"instead       {self.instead}, or a larger memory_budget")
@@ -129,7 +129,7 @@ def estimate_cost(
     automatic = isinstance(structure, str) and structure == AUTO
     # With "auto", `choose_structure` below replaces this one.
     chosen = resolve_structure("dense" if automatic else structure)
-    checked_output(output)
+    check_output_argument(output)
     last = _find_last_linear(model)
     head_names = _find_parameter_names(model, last)
     names = head_names if weights == LAST_LAYER else _select_names(model, weights)
@@ -246,7 +246,7 @@ def _find_parameter_names(model: nn.Module, layer: nn.Linear) -> list[str]:
 def _select_names(model: nn.Module, weights: str | list[str] | tuple[str, ...]) -> list[str]:
     """Return the names of the free parameters for weights="all", a module's name, or a list."""
     return list(
-        trainable_names(model) if weights == ALL else select_parameter_names(model, weights)
+        list_trainable_names(model) if weights == ALL else select_parameter_names(model, weights)
     )
 
 

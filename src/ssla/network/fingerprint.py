@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ssla.maths.digests import digest
 from ssla.network.network import Network
-from ssla.network.reopening import describe_opening, describe_output_argument, module_of
+from ssla.network.reopening import describe_opening, describe_output_argument, get_module
 
 VALUES = "the layers are equal, but the values of buffers or weights differ"
 """What `describe_difference` returns if only values differ."""
@@ -70,14 +70,14 @@ def describe_difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> 
     return VALUES if before["values"] != after["values"] else ""
 
 
-def merge_digests(network: Network) -> dict[str, str]:
+def compute_merge_digests(network: Network) -> dict[str, str]:
     """Return digests of all that must be equal in two networks before their sums are merged.
 
     The keys are words for an error. Raises TypeError for a network without a module.
     """
     opening = describe_opening(network)
     return {
-        "networks": digest(fingerprint(module_of(network))),
+        "networks": digest(fingerprint(get_module(network))),
         "free parameters": digest((opening.linear, opening.names, opening.outputs)),
         "part of the result (output=)": digest(describe_output_argument(network)),
         "layers with a Kronecker form": digest((opening.layers, opening.others)),

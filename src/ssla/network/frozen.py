@@ -145,7 +145,7 @@ class Frozen:
             ) from error
 
 
-def rows_within(budget: int, bytes_per_row: int) -> int:
+def count_rows_within(budget: int, bytes_per_row: int) -> int:
     """Return the largest number of rows of a chunk within a budget in bytes.
 
     The number is at least one, also beyond the budget, and at most `MOST_ROWS`.
@@ -224,7 +224,7 @@ def list_integer_dtypes(x: Inputs) -> dict[str, str]:
     }
 
 
-def checked_output(output: Any) -> Output:
+def check_output_argument(output: Any) -> Output:
     """Return the argument `output=` unchanged; raise TypeError if it has no valid type."""
     if isinstance(output, bool) or not (
         output is None or isinstance(output, str | int) or callable(output)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ssla.curvature.jacobians import Features, Jacobian
 from ssla.data import Inputs
 from ssla.network.bounds import shrink_factors, shrink_rows
-from ssla.network.frozen import Frozen, rows_within, split_into_chunks
+from ssla.network.frozen import Frozen, count_rows_within, split_into_chunks
 from ssla.network.layout import Layout
 from ssla.network.row_scale import RowScale
 from ssla.network.watch import InputWatch
@@ -94,7 +94,7 @@ class LastLayer:
 
     def rows_at_once(self, budget: int) -> int:
         """Return the number of rows of a chunk, at least one, under a budget in bytes."""
-        return rows_within(budget, self.bytes_per_row)
+        return count_rows_within(budget, self.bytes_per_row)
 
     def chunks(self, x: Inputs, budget: int) -> Iterator[Inputs]:
         """Yield chunks of the rows x that fit the budget in bytes."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from ssla.data import Inputs, map_inputs, row_count, take_rows
 from ssla.network.any_parameters import AnyParameters, LayerPlan, NormPlan, collect_fixed_tensors
 from ssla.network.frozen import FORWARD_ERRORS, Frozen
-from ssla.network.layout import Layout, contiguous_layout
+from ssla.network.layout import Layout, make_contiguous_layout
 from ssla.network.watch import CONVOLUTION, LINEAR, NORM, Call, Probe, find_row_axis
 
 CHECKED_ROWS = 4  # rows on which a plan is validated; a guess
@@ -52,7 +52,7 @@ def open_any_parameters(
     free parameters.
     """
     parameters = dict(frozen.module.named_parameters())
-    layout = contiguous_layout({name: parameters[name].shape for name in names})
+    layout = make_contiguous_layout({name: parameters[name].shape for name in names})
     theta = layout.pack({name: parameters[name] for name in names})
     uses = _find_layer_uses(probe, parameters, _find_row_axes(frozen, x, probe))
     network = AnyParameters(

@@ -64,7 +64,7 @@ class Layout:
         return {layer: tuple(names) for layer, names in groups.items()}
 
 
-def contiguous_layout(shapes: Mapping[str, torch.Size]) -> Layout:
+def make_contiguous_layout(shapes: Mapping[str, torch.Size]) -> Layout:
     """Return the layout in which θ holds the parameters one after the other, as `shapes` does."""
     positions = {}
     start = 0
@@ -75,7 +75,7 @@ def contiguous_layout(shapes: Mapping[str, torch.Size]) -> Layout:
     return Layout(positions)
 
 
-def last_layer_layout(weight: str, bias: str | None, outputs: int, inputs: int) -> Layout:
+def make_last_layer_layout(weight: str, bias: str | None, outputs: int, inputs: int) -> Layout:
     """Return the layout of a last layer in which θ, as a matrix, is (C, F): J is then φᵀ ⊗ I.
 
     Row c holds the weights of output c, and then its bias. weight, bias: the names of the

@@ -31,7 +31,7 @@ from ssla.network.frozen import (
 )
 from ssla.network.head import LastLayer
 from ssla.network.layer_plans import open_any_parameters
-from ssla.network.layout import last_layer_layout
+from ssla.network.layout import make_last_layer_layout
 from ssla.network.network import Network
 from ssla.network.watch import Call, Probe
 
@@ -81,7 +81,7 @@ def open_network(
     return open_any_parameters(frozen, names, first_rows, f, probe, materialise, note, head_names)
 
 
-def trainable_names(model: nn.Module) -> tuple[str, ...]:
+def list_trainable_names(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the parameters that weights="all" selects.
 
     These are the floating-point parameters that are not frozen (requires_grad=False), or all of
@@ -105,7 +105,7 @@ def describe_frozen_parameters(model: nn.Module) -> str | None:
     }
     if not fixed:
         return None
-    if set(trainable_names(model)) & set(fixed):
+    if set(list_trainable_names(model)) & set(fixed):
         return (
             "weights='all': every parameter is frozen (requires_grad=False), so all of them are "
             "used as free"
@@ -424,7 +424,7 @@ def _select_free_names(
     unknown name or an empty list.
     """
     if weights == ALL:
-        return trainable_names(model)
+        return list_trainable_names(model)
     if weights == LAST_LAYER:
         if isinstance(head, str):
             raise ValueError(
@@ -481,7 +481,7 @@ def _make_last_layer(
     bias_free: whether they include its bias. outputs: C. note: a note for the report, or None.
     """
     bias_name = head.bias if bias_free else None
-    layout = last_layer_layout(head.weight, bias_name, outputs, head.inputs)
+    layout = make_last_layer_layout(head.weight, bias_name, outputs, head.inputs)
     values: dict[str, Tensor] = {head.weight: head.tensor}
     offset: Tensor | None = None
 

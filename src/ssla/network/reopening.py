@@ -12,7 +12,7 @@ from ssla.network.any_parameters import AnyParameters, LayerPlan, NormPlan, coll
 from ssla.network.copying import copy_privately
 from ssla.network.frozen import CALLS, Frozen, Output
 from ssla.network.head import LastLayer
-from ssla.network.layout import contiguous_layout, last_layer_layout
+from ssla.network.layout import make_contiguous_layout, make_last_layer_layout
 from ssla.network.network import Network
 from ssla.network.row_scale import RowScale
 
@@ -165,14 +165,14 @@ def _check_norms(opening: Opening, parameters: Mapping[str, Tensor]) -> None:
             )
 
 
-def module_of(network: Network) -> nn.Module:
+def get_module(network: Network) -> nn.Module:
     """Return the private copy of the module; raise TypeError for a network without a module."""
     if not isinstance(network, LastLayer | AnyParameters):
         raise TypeError(f"A {type(network).__name__} has no module.")
     return network.frozen.module
 
 
-def output_argument_of(network: Network) -> Output:
+def get_output_argument(network: Network) -> Output:
     """Return the argument output= with which a network was opened.
 
     The argument names the part of the module's result that is f; None if the whole result is f, and
@@ -186,7 +186,7 @@ def describe_output_argument(network: Network) -> str:
 
     The text is empty without this argument.
     """
-    output = output_argument_of(network)
+    output = get_output_argument(network)
     if output is None:
         return ""
     if callable(output):
@@ -218,7 +218,7 @@ def reopen_network(model: nn.Module, opening: Opening, output: Output = None) ->
     _check_opening(opening, parameters)
     if opening.linear:
         return _reopen_last_layer(frozen, opening, parameters)
-    layout = contiguous_layout({name: parameters[name].shape for name in opening.names})
+    layout = make_contiguous_layout({name: parameters[name].shape for name in opening.names})
     return AnyParameters(
         frozen,
         layout,
@@ -247,7 +247,7 @@ def _reopen_last_layer(
             f"{opening.names[0]!r} is not the weight of a last layer with {opening.outputs} "
             "outputs."
         )
-    layout = last_layer_layout(opening.names[0], bias, opening.outputs, weight.shape[1])
+    layout = make_last_layer_layout(opening.names[0], bias, opening.outputs, weight.shape[1])
     return LastLayer(
         frozen,
         weight,

@@ -37,12 +37,12 @@ class RowScale:
 
         inputs: the number of features of the last layer, without the ones.
         """
-        s = self.compute_scales(squared_lengths(J, inputs))
+        s = self.compute_scales(compute_squared_lengths(J, inputs))
         phi = J.with_ones()
         return Features(phi / s[:, None].to(phi.dtype), J.outputs, keeps_squares=J.keeps_squares)
 
 
-def squared_lengths(J: Features, inputs: int) -> Tensor:
+def compute_squared_lengths(J: Features, inputs: int) -> Tensor:
     """Return the squared lengths |φ|² (B,) of the features of rows, in float64.
 
     inputs: the number of features of the last layer. A stored column of ones is left out.

@@ -96,7 +96,7 @@ def calibration(
     ranks = _read_ranks(predictive, y, target=target, picture="calibration")
     ax, color = open_axes(ax)
     levels = np.linspace(0, 1, LEVELS + 2)[1:-1]
-    ranges = [binomial_range(ranks.size, float(level), confidence) for level in levels]
+    ranges = [compute_binomial_range(ranks.size, float(level), confidence) for level in levels]
     low, high = np.array(ranges).T / ranks.size
     _draw_diagonal(ax, color)
     ax.fill_between(
@@ -147,7 +147,7 @@ def pit(
 
     # A bin has the height 1 if it has its share 1/bins of the rows.
     low, high = (
-        end * bins / ranks.size for end in binomial_range(ranks.size, 1 / bins, confidence)
+        end * bins / ranks.size for end in compute_binomial_range(ranks.size, 1 / bins, confidence)
     )
     style = {"align": "edge", "color": color.tint(0.6), "edgecolor": color.paper, "lw": 1}
     ax.bar(edges[:-1].numpy(), heights.numpy(), 1 / bins, label=_name_rows(predictive), **style)
@@ -209,7 +209,7 @@ def reliability(
 
     # The hits of a calibrated model are binomial, with the predicted probability.
     ranges = [
-        binomial_range(int(n), float(p), confidence)
+        compute_binomial_range(int(n), float(p), confidence)
         for n, p in zip(counts[used_bins], mean, strict=True)
     ]
     ends = np.array(ranges).T / counts[used_bins].numpy()
@@ -274,7 +274,7 @@ def intervals(predictive: Predictive, y: Any, *, level: float = 0.9, ax: Any = N
     return ax
 
 
-def binomial_range(n: int, p: float, confidence: float) -> tuple[int, int]:
+def compute_binomial_range(n: int, p: float, confidence: float) -> tuple[int, int]:
     """Return a range of the number of successes in n trials with probability p, both ends in it.
 
     The probability of a number below the range, and that of one above it, are at most (1 −

@@ -58,7 +58,7 @@ from ssla.refit import (
     Refit,
     WeightLogDensity,
     WeightRefit,
-    log_density_of_marginal,
+    make_log_density_of_marginal,
     resolve,
 )
 from ssla.refit.increments import EMPIRICAL, FISHER
@@ -259,7 +259,7 @@ def predictive_of_outputs(
     """
     likelihood.check_outputs(f)
     return _warn_if_inaccurate(
-        _make_predictive(log_density_of_marginal(rung, likelihood, f, K), rung)
+        _make_predictive(make_log_density_of_marginal(rung, likelihood, f, K), rung)
     )
 
 

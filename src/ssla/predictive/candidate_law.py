@@ -24,7 +24,7 @@ from ssla._checks import warn
 from ssla.likelihoods.support import Continuous
 from ssla.maths.constants import cached_constant
 from ssla.maths.quadrature import Regions
-from ssla.maths.quadrature.grid import regions_above
+from ssla.maths.quadrature.grid import find_regions_above
 from ssla.predictive.law import Law
 from ssla.predictive.predictive import Diagnostics, Predictive
 from ssla.predictive.spread import split_variance
@@ -244,7 +244,7 @@ class CandidateLaw(Law):
 
     def _find_regions_above(self, heights: Tensor, threshold: Tensor) -> Regions:
         """Return the regions of y whose heights (N, …) exceed a threshold (N,)."""
-        return Regions(*map(self._to_y, regions_above(heights, self._edges, threshold)))
+        return Regions(*map(self._to_y, find_regions_above(heights, self._edges, threshold)))
 
     def _compute_probability(self, regions: Regions) -> Tensor:
         """Return the probability (N,) of unions of intervals, padded with NaN."""

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ssla.curvature import Operator
 from ssla.curvature.jacobians import Jacobian
-from ssla.curvature.memory import tensor_bytes
+from ssla.curvature.memory import count_tensor_bytes
 from ssla.data import Batch, Rows, check_batch
 from ssla.likelihoods import Likelihood
 from ssla.likelihoods.averages import averages
@@ -145,8 +145,8 @@ def collect_sites(
 
 def count_site_bytes(site: Site) -> int:
     """Return the memory of a site in bytes, without its row weights."""
-    return tensor_bytes(site.J) + sum(
-        tensor_bytes(tensor) for tensor in (site.f, site.score, site.precision, site.y)
+    return count_tensor_bytes(site.J) + sum(
+        count_tensor_bytes(tensor) for tensor in (site.f, site.score, site.precision, site.y)
     )
 
 

@@ -148,7 +148,7 @@ def _choose_integrator(
         return _integrate_binary
 
     # one node of each mirrored pair (S/2, C)
-    half = softmax_nodes(outputs).mT[: POINTS // 2].contiguous()
+    half = make_softmax_nodes(outputs).mT[: POINTS // 2].contiguous()
     integrator_by_slabs = SoftmaxIntegrals(half, budget, are_nodes_whitened(outputs), rows)
 
     def integrate(f: Tensor, root: Root) -> ClassIntegrals:
@@ -169,8 +169,10 @@ def _integrate_softmax_with_graph(f: Tensor, root: Root) -> ClassIntegrals:
 
     f: f̂ (B, C). root: of K. The nodes are z (C, S).
     """
-    z = softmax_nodes(f.shape[1]).to(root.dtype)
-    logs = torch.log_softmax(f.unsqueeze(-1) + root_times_nodes(root, z).double(), 1)  # (B, C, S)
+    z = make_softmax_nodes(f.shape[1]).to(root.dtype)
+    logs = torch.log_softmax(
+        f.unsqueeze(-1) + multiply_root_by_nodes(root, z).double(), 1
+    )  # (B, C, S)
     p = logs.exp()
     entropy = -(p * logs.clamp_min(LOWEST)).sum(1).mean(-1)
     return ClassIntegrals(
@@ -203,7 +205,7 @@ def _integrate_softmax(f: Tensor, root: Root, budget: int) -> ClassIntegrals:
     A block has as many rows as fit the cache and the budget (bytes), and at least one.
     """
     size = f.shape[1]
-    z = softmax_nodes(size).to(root.dtype)
+    z = make_softmax_nodes(size).to(root.dtype)
     entries = min(ENTRIES_AT_ONCE, budget // (COPIES * root.dtype.itemsize))
     rows = max(entries // z.numel(), 1)
     integrals = ClassIntegrals(torch.empty_like(f), torch.empty_like(f), torch.empty_like(f[:, 0]))
@@ -215,7 +217,7 @@ def _integrate_softmax(f: Tensor, root: Root, budget: int) -> ClassIntegrals:
     return integrals
 
 
-def softmax_nodes(size: int) -> Tensor:
+def make_softmax_nodes(size: int) -> Tensor:
     """Return the nodes z (C, S) for C = size outputs: S/2 points, and then their mirror images."""
     return normal_nodes(size, POINTS // 2)[0].mT.contiguous()
 
@@ -224,7 +226,7 @@ def are_nodes_whitened(size: int) -> bool:
     """Tell whether the nodes for `size` outputs have unit variance in every direction.
 
     `normal_nodes` whitens them where there are at least two mirrored pairs for each output.
-    Otherwise R z is rescaled for each output (`root_times_nodes`).
+    Otherwise R z is rescaled for each output (`multiply_root_by_nodes`).
     """
     return 4 * size <= POINTS
 
@@ -238,7 +240,7 @@ def _integrate_block(f: Tensor, root: Root, z: Tensor) -> tuple[Tensor, Tensor, 
     # Adding a constant to all outputs does not change a softmax. With the largest output at zero
     # nothing overflows.
     top = f - f.amax(1, keepdim=True)
-    logits = root_times_nodes(root, z).add_(top.to(z.dtype).unsqueeze(-1))  # (B, C, S)
+    logits = multiply_root_by_nodes(root, z).add_(top.to(z.dtype).unsqueeze(-1))  # (B, C, S)
     logits.sub_(logits.amax(1, keepdim=True))
     p = logits.exp()
     sums = p.sum(1, keepdim=True)
@@ -256,14 +258,16 @@ def _integrate_block(f: Tensor, root: Root, z: Tensor) -> tuple[Tensor, Tensor, 
     for row in (mean < TINY[z.dtype]).any(1).nonzero().squeeze(-1).tolist():
         single = slice(row, row + 1)
         logits = (
-            root_times_nodes(root.select_rows(single), z).double().add_(top[single].unsqueeze(-1))
+            multiply_root_by_nodes(root.select_rows(single), z)
+            .double()
+            .add_(top[single].unsqueeze(-1))
         )
         log_probs[single] = torch.log_softmax(logits, 1).logsumexp(-1)
 
     return torch.log_softmax(log_probs, 1), spread, entropy
 
 
-def root_times_nodes(root: Root, z: Tensor) -> Tensor:
+def multiply_root_by_nodes(root: Root, z: Tensor) -> Tensor:
     """Return R z (B, C, S) for nodes z (C, S), with exact variances of the outputs.
 
     root: R. The variance of each output over the nodes is its diagonal entry of K. Nodes that are
@@ -312,14 +316,14 @@ def differentiate_log_probs(f: Tensor, K: Tensor, df: Tensor, dK: Tensor) -> Ten
         line, weights = normal_trapezoidal_rule()
         z = torch.stack([torch.zeros_like(line), line])
     else:
-        z = softmax_nodes(f.shape[1])
+        z = make_softmax_nodes(f.shape[1])
         weights = torch.full_like(z[0], 1 / z.shape[1])
     root = full_root(K)
     rows = max(ENTRIES_AT_ONCE // z.numel(), 1)
     slopes = torch.empty_like(f)
     for start in range(0, len(f), rows):
         block = slice(start, start + rows)
-        logits = f[block].unsqueeze(-1) + root_times_nodes(root.select_rows(block), z)
+        logits = f[block].unsqueeze(-1) + multiply_root_by_nodes(root.select_rows(block), z)
         p = torch.softmax(logits, 1).mT  # (B, S, C)
         # ∇p_cᵀdf = p_c (df_c − pᵀdf); tr(∇²p_c dK) = p_c (dK_cc − 2(dK p)_c + 2pᵀdK p − pᵀdiag dK)
         p_dK = p @ dK[block]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ssla._checks import all_in_plain_torch
 from ssla.curvature.jacobians import Jacobian
-from ssla.curvature.memory import bytes_in_words
+from ssla.curvature.memory import describe_bytes
 from ssla.data import Inputs, as_inputs, row_count, take_rows
 from ssla.values import Marginal
 
@@ -124,7 +124,7 @@ def _split_within_budget(posterior: Posterior, rows: int) -> list[slice]:
         raise ValueError(
             f"The joint covariance of {rows:,} inputs with {network.outputs} "
             f"output{'s' * (network.outputs != 1)} is a matrix of {size:,} × {size:,}. It needs "
-            f"{bytes_in_words(need)}, more than the memory budget of {bytes_in_words(budget)}. "
+            f"{describe_bytes(need)}, more than the memory budget of {describe_bytes(budget)}. "
             f"Give at most {most:,} inputs, use posterior.draw_functions(n), which needs no such "
             "matrix, or fit with a larger memory_budget."
         )
@@ -142,8 +142,8 @@ def _count_rows_at_once(posterior: Posterior) -> int:
     row_bytes = COPIES * BYTES * network.outputs * network.layout.size
     if row_bytes > budget:
         raise ValueError(
-            f"The Jacobian of one input takes {bytes_in_words(row_bytes)}, more than the memory "
-            f"budget of {bytes_in_words(budget)}. Use posterior.draw_functions(n), which does not "
+            f"The Jacobian of one input takes {describe_bytes(row_bytes)}, more than the memory "
+            f"budget of {describe_bytes(budget)}. Use posterior.draw_functions(n), which does not "
             "build it, select fewer weights, or fit with a larger memory_budget."
         )
     return min(budget // row_bytes, network.rows_at_once(budget))
@@ -225,8 +225,8 @@ def draw_functions(posterior: Posterior, n: int, generator: torch.Generator | No
     need = 2 * BYTES * n * size  # the draws, and one copy
     if need > budget:
         raise ValueError(
-            f"{n:,} draws of {size:,} weights need {bytes_in_words(need)}, more than the memory "
-            f"budget of {bytes_in_words(budget)}. Draw at most "
+            f"{n:,} draws of {size:,} weights need {describe_bytes(need)}, more than the memory "
+            f"budget of {describe_bytes(budget)}. Draw at most "
             f"{budget // (2 * BYTES * size):,} at a time, or fit with a larger memory_budget."
         )
     return Functions(posterior, posterior.covariance.sample(n, generator))

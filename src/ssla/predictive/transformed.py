@@ -327,7 +327,7 @@ def transformed(predictive: Predictive, transform: str | Transform) -> Predictiv
     return _replace_law(predictive, TransformedLaw(predictive.law, chosen))
 
 
-def untransformed(predictive: Predictive) -> Predictive:
+def remove_transforms(predictive: Predictive) -> Predictive:
     """Return the predictive of z, on the scale of the model.
 
     Transformed members of a mixture and transformed parts of joined rows are replaced too. A

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributions import Distribution, biject_to
 
 from ssla._checks import check_finite, check_positive, in_plain_torch, record_derivatives
-from ssla.network.layout import Layout, contiguous_layout
+from ssla.network.layout import Layout, make_contiguous_layout
 from ssla.priors.prior import BoundPrior, Prior, find_parameters_of_key, sort_layers_first
 from ssla.priors.separable import (
     Separable,
@@ -260,7 +260,7 @@ class Product:
         for key in dict.fromkeys(key_of.values()):
             names = [name for name in layout.names if key_of[name] == key]
             index = torch.cat([layout.positions[name].flatten() for name in names])
-            group = contiguous_layout({name: layout.positions[name].shape for name in names})
+            group = make_contiguous_layout({name: layout.positions[name].shape for name in names})
             groups.append((index, as_prior(self.parts[key]).bind(group)))
         return BoundProduct(layout.size, tuple(groups))
 

@@ -23,7 +23,7 @@ from ssla.refit.outputs import (
     OutputRung,
     PlugIn,
     Refit,
-    log_density_of_marginal,
+    make_log_density_of_marginal,
 )
 from ssla.refit.published_settings import PaperSettings, paper_settings
 from ssla.refit.weights.weight_log_density import WeightLogDensity
@@ -48,8 +48,8 @@ __all__ = [
     "Refit",
     "WeightLogDensity",
     "WeightRefit",
-    "increments_at",
-    "log_density_of_marginal",
+    "compute_increments_at",
+    "make_log_density_of_marginal",
     "paper_settings",
     "resolve",
 ]
@@ -82,7 +82,7 @@ def resolve(refit: str | Refit) -> Refit:
     return REFITS[refit]
 
 
-def increments_at(rung: Refit, posterior: Posterior, x: Inputs, y: Any) -> Increments:
+def compute_increments_at(rung: Refit, posterior: Posterior, x: Inputs, y: Any) -> Increments:
     """Return the un-normalised log densities of y at inputs x (N rows), as increments.
 
     y: a target for each row, or k candidates for each; a number is (N,) or (N, k), a vector (N, D)

@@ -99,7 +99,7 @@ class AutoRefit:
             ]
         else:
             mass_errors = (mass.double().cpu() - 1).abs().tolist()
-            steps = largest_step(weights.output, likely).tolist()
+            steps = find_largest_step(weights.output, likely).tolist()
             indicated = [
                 self._list_density_reasons(mass_error, step)
                 for mass_error, step in zip(mass_errors, steps, strict=True)
@@ -139,7 +139,7 @@ def _is_for_classes(output: OutputLogDensity) -> bool:
     return output.likelihood.support_for(output.marginal.mean.shape[1]).kind == "class"
 
 
-def largest_step(output: OutputLogDensity, likely: Tensor) -> Tensor:
+def find_largest_step(output: OutputLogDensity, likely: Tensor) -> Tensor:
     """Return how far the ends of an interval move the weights: the larger of two steps (N,).
 
     likely: the two ends for each row (N, 2). The unit is posterior standard deviations.

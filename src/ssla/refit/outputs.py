@@ -40,7 +40,7 @@ from ssla.refit.increments import (
     evaluate_without_refit,
 )
 from ssla.refit.observed_curvature import observed_covariance
-from ssla.refit.prior_response import data_covariance, prior_response
+from ssla.refit.prior_response import compute_data_covariance, prior_response
 from ssla.values import Marginal
 
 if TYPE_CHECKING:
@@ -379,7 +379,7 @@ def log_density_of_posterior(rung: OutputRung, posterior: Posterior, x: Inputs) 
     marginal = posterior.outputs_at(x)
     determinant = None
     if posterior.convention == PAPER:
-        determinant = partial(data_covariance, posterior, x)
+        determinant = partial(compute_data_covariance, posterior, x)
     return OutputLogDensity(
         likelihood=posterior.likelihood.predictive,
         marginal=marginal,
@@ -393,7 +393,7 @@ def log_density_of_posterior(rung: OutputRung, posterior: Posterior, x: Inputs) 
     )
 
 
-def log_density_of_marginal(
+def make_log_density_of_marginal(
     rung: OutputRung, likelihood: Likelihood, mean: Tensor, covariance: Tensor
 ) -> OutputLogDensity:
     """Return the log density of a rung for outputs f of given mean and covariance.

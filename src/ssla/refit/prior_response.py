@@ -37,7 +37,7 @@ def prior_response(posterior: Posterior, x: Inputs) -> Marginal:
     )
 
 
-def data_covariance(posterior: Posterior, x: Inputs) -> Tensor:
+def compute_data_covariance(posterior: Posterior, x: Inputs) -> Tensor:
     """Compute J S⁻¹ Jᵀ (N, C, C) in float64, with S the curvature of the data without the prior.
 
     It is the covariance in the determinant of the paper's convention. x: N inputs. Raises

@@ -23,7 +23,7 @@ from ssla.maths import linalg
 from ssla.maths.portable import log_ndtr
 from ssla.maths.quadrature.logistic import logistic_normal
 from ssla.maths.roots import FullRoot, Root
-from ssla.predictive.class_integrals import root_times_nodes, softmax_nodes
+from ssla.predictive.class_integrals import make_softmax_nodes, multiply_root_by_nodes
 
 NODES_AT_ONCE = 64  # of a softmax integral: arrays (N, C, 64); a guess
 TINY = 1e-300  # a divisor is at least this
@@ -81,7 +81,7 @@ def compute_softmax_probabilities(f: Tensor, root: Root) -> Tensor:
     f: f̂ (N, C). root: R, with R Rᵀ = K.
     """
     total = torch.zeros_like(f)
-    for moves in _iterate_moves_of_nodes(root, softmax_nodes(f.shape[1])):
+    for moves in _iterate_moves_of_nodes(root, make_softmax_nodes(f.shape[1])):
         total = total + torch.softmax(f.unsqueeze(-1) + moves, 1).sum(-1)
     return total / total.sum(1, keepdim=True)
 
@@ -94,7 +94,7 @@ def _iterate_moves_of_nodes(root: Root, z: Tensor) -> Iterator[Tensor]:
     if z.shape[1] < 4 * z.shape[0]:
         # So few nodes are rescaled together. The limit is that of `whitened` in
         # `ssla.predictive.class_integrals`.
-        yield root_times_nodes(root, z)
+        yield multiply_root_by_nodes(root, z)
         return
     for nodes in z.split(NODES_AT_ONCE, 1):
         yield root.multiply(nodes)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ssla.maths.quadrature.grid import BISECTIONS, Regions, regions_above
+from ssla.maths.quadrature.grid import BISECTIONS, Regions, find_regions_above
 from ssla.maths.quadrature.root_finding import bracketed_root
 
 # Guesses, not measured.
@@ -162,12 +162,12 @@ class Circle:
             # NaN pads rows with fewer arcs, and counts as zero at both ends.
             below_lower, below_upper = (
                 torch.nan_to_num(self.cdf(torch.nan_to_num(ends, nan=-math.pi)), nan=0.0)
-                for ends in regions_above(density, place, middle)
+                for ends in find_regions_above(density, place, middle)
             )
             enough = (below_upper - below_lower).sum(1) >= level
             low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
 
-        return regions_above(density, place, low)
+        return find_regions_above(density, place, low)
 
 
 def _space_points(count: int) -> Tensor:

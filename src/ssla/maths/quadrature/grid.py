@@ -493,10 +493,10 @@ class Grid:
 
     def _regions_above(self, heights: Tensor, places: Tensor, threshold: Tensor) -> Regions:
         """Return the regions in z where heights (m, F) at places (F,) exceed a threshold (m,)."""
-        return Regions(*map(self._to_places, regions_above(heights, places, threshold)))
+        return Regions(*map(self._to_places, find_regions_above(heights, places, threshold)))
 
 
-def regions_above(heights: Tensor, places: Tensor, threshold: Tensor) -> Regions:
+def find_regions_above(heights: Tensor, places: Tensor, threshold: Tensor) -> Regions:
     """Return the intervals in which heights (m, k) at places (k,) exceed a threshold (m,).
 
     The ends of intervals are found by linear interpolation between the places. A row without an

@@ -30,7 +30,7 @@ from torch import Tensor
 from ssla._checks import warn
 from ssla.data import Inputs
 from ssla.likelihoods import Likelihood
-from ssla.maths.progress import bar_delay, is_progress_wanted, tqdm_class
+from ssla.maths.progress import choose_bar_delay, choose_tqdm_class, is_progress_wanted
 from ssla.priors import BoundGaussian
 from ssla.refit.increments import Increments
 from ssla.refit.outputs import Density, OutputLogDensity
@@ -476,11 +476,13 @@ def _show_progress_bar(count: int, show: bool | None) -> Iterator[Progress | Non
     The bar counts the tasks that converged, and shows how many gradients were taken. show: True or
     False; None: as `is_progress_wanted` decides. Without a bar, None is yielded.
     """
-    tqdm = tqdm_class(required=show is True) if count and is_progress_wanted(show) else None
+    tqdm = choose_tqdm_class(required=show is True) if count and is_progress_wanted(show) else None
     if tqdm is None:
         yield None
         return
-    with tqdm(total=count, desc=f"{count:,} refits", unit="refit", delay=bar_delay(show)) as bar:
+    with tqdm(
+        total=count, desc=f"{count:,} refits", unit="refit", delay=choose_bar_delay(show)
+    ) as bar:
         rounds = 0
 
         def move_bar(done: int) -> None:

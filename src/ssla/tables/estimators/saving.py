@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from ssla.files import Encoder, FileError, encode_posterior, write_model
-from ssla.network import module_of
+from ssla.network import get_module
 from ssla.predictive.positive import Censored, Positive
 from ssla.tables.estimators.split_conformal import Conformal
 from ssla.tables.estimators.training_table import TrainingTable
@@ -80,7 +80,7 @@ def save_wrapped(estimator: Any, path: str | os.PathLike[str]) -> Path:
     parameters.pop("noise_base", None)  # the classifier has none
     if not isinstance(parameters["cv"], int | np.integer):
         del parameters["cv"]
-    for name, value in module_of(layer.posterior.network).state_dict().items():
+    for name, value in get_module(layer.posterior.network).state_dict().items():
         encoder.tensors[f"network.0.{name}"] = value
     scalings = {name: getattr(layer, name, None) for name in ("inputs", "target")}
     content = {
@@ -192,7 +192,7 @@ def _pack_trees(trees: Trees | None, encoder: Encoder) -> dict[str, Any] | None:
     """
     if trees is None:
         return None
-    layer = module_of(trees.layer.posterior.network).state_dict()
+    layer = get_module(trees.layer.posterior.network).state_dict()
     scalings = {"trees.target": getattr(trees.layer, "target", None)}
     return {
         "forest": encoder.encode(vars(trees.forest), "forest"),

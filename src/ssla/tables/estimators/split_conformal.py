@@ -11,7 +11,7 @@ import torch
 from ssla._checks import warn
 from ssla.maths.order_statistics import conformal_quantile, describe_row_shortage
 from ssla.predictive import Predictive
-from ssla.predictive.transformed import Transform, untransformed
+from ssla.predictive.transformed import Transform, remove_transforms
 from ssla.refit import resolve
 
 
@@ -102,7 +102,7 @@ def _compute_mean_and_spread(
 
     With a transform they are those on the scale of the model, before the transform.
     """
-    on_scale = predictive if transform is None else untransformed(predictive)
+    on_scale = predictive if transform is None else remove_transforms(predictive)
     return _as_columns(on_scale.mean.numpy()), _as_columns(on_scale.stddev.numpy())
 
 

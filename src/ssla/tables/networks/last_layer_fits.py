@@ -13,7 +13,7 @@ from ssla.data import open_source
 from ssla.fitting.arguments import checked_plan
 from ssla.fitting.fit import fit_with_prior
 from ssla.fitting.passes import Reader
-from ssla.fitting.ranks import data_of_ranks, errors_sent_to_ranks
+from ssla.fitting.ranks import send_errors_to_ranks, share_data_among_ranks
 from ssla.fitting.variational import ROUGH
 from ssla.likelihoods import Likelihood
 from ssla.network import LAST_LAYER
@@ -41,11 +41,11 @@ def fit_last_layer(
     are uncertain; all others are fixed.  rough: whether a variational Gaussian has a lower
     accuracy, which is enough to choose a prior.
     """
-    with errors_sent_to_ranks():
+    with send_errors_to_ranks():
         reader = Reader(open_source(data), model, weights, DEFAULT_BUDGET)
         plan = checked_plan(
             Posterior,
-            data_of_ranks(reader),
+            share_data_among_ranks(reader),
             likelihood,
             prior,
             structure,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ssla import metrics
 from ssla.maths.quadrature import wrap_angles
-from ssla.plots.calibration import Ranks, binomial_range
+from ssla.plots.calibration import Ranks, compute_binomial_range
 from ssla.predictive.cavities import rank_targets
 from ssla.tables.report.subject import Subject
 
@@ -193,11 +193,11 @@ def describe_number_calibration(model: dict[str, Any], plug_in: dict[str, Any]) 
     model_ranks, plug_in_ranks = (
         Ranks(measures["lower"], measures["upper"], ones) for measures in (model, plug_in)
     )
-    level_ranges = [binomial_range(n, float(level), CONFIDENCE) for level in levels]
+    level_ranges = [compute_binomial_range(n, float(level), CONFIDENCE) for level in levels]
     low, high = (np.array(level_ranges).T / n).tolist()
 
     # Heights of the histogram are 1 where each bin has its share of the rows.
-    bin_low, bin_high = (end * BINS / n for end in binomial_range(n, 1 / BINS, CONFIDENCE))
+    bin_low, bin_high = (end * BINS / n for end in compute_binomial_range(n, 1 / BINS, CONFIDENCE))
     curve = {
         "level": levels.tolist(),
         "inside": model_ranks.inside(levels),
@@ -243,7 +243,7 @@ def _make_reliability_bins(measures: dict[str, Any]) -> list[list[float]]:
         count = int(chosen.sum())
         probability = float(measures["sure"][chosen].mean())
         accuracy = float(measures["hit"][chosen].double().mean())
-        low, high = (end / count for end in binomial_range(count, probability, CONFIDENCE))
+        low, high = (end / count for end in compute_binomial_range(count, probability, CONFIDENCE))
         bins.append([probability, accuracy, count, low, high])
 
     return bins
@@ -254,4 +254,4 @@ def _compute_expected_coverage(n: int) -> list[list[float]]:
 
     The range holds the coverage of n rows with the probability CONFIDENCE.
     """
-    return [[end / n for end in binomial_range(n, level, CONFIDENCE)] for level in LEVELS]
+    return [[end / n for end in compute_binomial_range(n, level, CONFIDENCE)] for level in LEVELS]
