@@ -81,6 +81,8 @@ class Validation:
     # By what the outputs of most rows are divided, for the length of their features; None: no row
     # is scaled by itself.
     row_scales: tuple[float, float] | None = None
+    # how many settings were left out because their curvature could not be factorised
+    unfactorised: int = 0
 
     def lines(self) -> list[str]:
         """Return what the report says of the validation rows, line by line."""
@@ -97,6 +99,11 @@ class Validation:
             f"{self.gain:.3g} ± {self.gain_error:.1g})",
             f"             {dispersion}; {self._choice_in_words}",
         ]
+        if self.unfactorised:
+            lines.append(
+                f"             {self.unfactorised} settings were left out: their curvature cannot "
+                "be factorised"
+            )
         if self.row_scales is not None:
             low, high = self.row_scales
             lines.append(

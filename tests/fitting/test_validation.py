@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ssla
 from ssla import likelihoods as L
 from ssla.curvature.memory import DEFAULT_BUDGET
+from ssla.curvature.structure import NoFactorError
 from ssla.data import open_source
 from ssla.fitting.arguments import checked_plan
 from ssla.fitting.choice import MOST_LOSS
@@ -570,3 +571,57 @@ def test_the_history_lists_the_settings_that_were_scored():
     assert len(history.points[:-1].unique(dim=0)) > 5
     assert history.values.max() - history.values[-1] <= MOST_LOSS + 0.1
     assert "log density of validation rows" in str(history)
+
+
+def nearly_certain_network() -> Problem:
+    """A network with dead units that predicts a variance of exp(−22), in which a weak prior leaves
+    a Kronecker factor without a factorisation.
+    """
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 2)).double().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64))
+        model[0].bias[:3] = -50
+        model[2].weight[1] = 0
+        model[2].bias[1] = -22
+    x = torch.randn(60, 2, generator=generator, dtype=torch.float64)
+    with torch.no_grad():
+        noise = math.exp(-11) * torch.randn(60, generator=generator, dtype=torch.float64)
+        y = model(x)[:, 0] + noise
+    parts = [(x[rows], y[rows]) for rows in (slice(0, 40), slice(40, None), slice(0, 5))]
+    return Problem(model, *parts)
+
+
+def test_a_setting_that_cannot_be_factorised_is_left_out_and_counted():
+    of = nearly_certain_network()
+    posterior = ssla.fit(
+        of.model,
+        of.train,
+        likelihood=L.HeteroscedasticGaussian(),
+        structure="kfac",
+        validation=of.unseen,
+    )
+    found = posterior.report.validation
+    assert found.unfactorised > 0
+    assert found.settings > 0
+    assert f"{found.unfactorised} settings were left out" in str(posterior.report)
+    assert bool(torch.isfinite(posterior.predict(of.new[0]).stddev).all())
+
+
+def test_where_no_setting_can_be_factorised_the_first_failure_is_raised(monkeypatch):
+    of = nearly_certain_network()
+
+    def fail(search, setting):
+        search.failures.append(NoFactorError("no factor"))
+
+    monkeypatch.setattr(Search, "_tilted_candidate", fail)
+    monkeypatch.setattr(Search, "_score_polished_heads", lambda search: None)
+    with pytest.raises(NoFactorError, match="no factor"):
+        ssla.fit(
+            of.model,
+            of.train,
+            likelihood=L.HeteroscedasticGaussian(),
+            structure="dense",
+            validation=of.unseen,
+        )

@@ -21,7 +21,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from ssla.curvature import Operator
+from ssla.curvature.structure import NoFactorError
 from ssla.data import Source
 from ssla.fitting.choice import Setting, cross_fitted_scores, mean_and_error, refined_spread
 from ssla.fitting.fit import fit_at_mode, fit_with_prior
@@ -103,6 +104,9 @@ def choose_by_validation(plan: FitPlan, validation: Source, held_out: bool) -> P
     with _ignore_warnings():
         search.score_families()
     table = search.table
+    # Without any setting there is nothing to choose: the first failure says why.
+    if not table.settings and search.failures:
+        raise search.failures[0]
     spread = refined_spread(table.settings, table.scores, rows.weights, table.index_of_chosen)
     setting = table.chosen._replace(spread=spread)
     posterior = fit_with_prior(search.plan_at(setting))
@@ -154,6 +158,8 @@ class Search:
     plan: FitPlan  # with the options that the user gave
     start: Posterior  # the Gaussian at the trained weights
     rows: ValidationRows
+    # of settings whose curvature could not be factorised; they are left out
+    failures: list[NoFactorError] = field(default_factory=list)
 
     @cached_property
     def all_settings(self) -> ScoreTable:
@@ -306,6 +312,8 @@ class Search:
         coarse = ScoreTable(self.rows.thinned(COARSE_ROWS))
         for spread in self.spreads:
             self._score_tilted_heads_at(coarse, spread, self.precisions)
+        if not coarse.settings:
+            return
         # The fine grid is around the choice, not around the best: the rule prefers a weaker prior,
         # which costs a little.
         chosen = coarse.chosen
@@ -333,17 +341,20 @@ class Search:
             return [level]
         return list(dict.fromkeys(max(level * factor, LEAST_PRECISION) for factor in factors))
 
-    def _tilted_candidate(self, setting: Setting) -> Candidate:
-        """Return the Gaussian at the trained head in a setting.
-
-        Raises ValueError where its curvature is not positive definite.
+    def _tilted_candidate(self, setting: Setting) -> Candidate | None:
+        """Return the Gaussian at the trained head in a setting; None where its curvature cannot be
+        factorised, which is counted.
         """
         likelihood = self.likelihood_at(setting.spread)
-        if self._scales_with_noise:
-            operator = self._operator_at(setting.precision)
-            return Candidate(likelihood, operator, step=None, scale=setting.spread)
-        curvature = self._statistics_at(setting.spread).curvature
-        operator = curvature.with_prior(self.precision_at(setting))
+        try:
+            if self._scales_with_noise:
+                operator = self._operator_at(setting.precision)
+                return Candidate(likelihood, operator, step=None, scale=setting.spread)
+            curvature = self._statistics_at(setting.spread).curvature
+            operator = curvature.with_prior(self.precision_at(setting))
+        except NoFactorError as error:
+            self.failures.append(error)
+            return None
         return Candidate(likelihood, operator, step=None)
 
     def _operator_at(self, level: float) -> Operator:
@@ -464,7 +475,10 @@ class Search:
         """Score variational Gaussians of the trained head, around the chosen setting of those with
         the Gaussian at the mode, and add them to `all_settings`.
         """
-        nearest = self.all_settings.with_gaussian(LAPLACE).chosen
+        at_mode = self.all_settings.with_gaussian(LAPLACE)
+        if not at_mode.settings:
+            return
+        nearest = at_mode.chosen
         levels = self._levels_around(nearest.precision, VARIATIONAL_PRECISIONS)
         low, high = self._spread_limits
         factors = (1.0,) if self.fixed_spread else VARIATIONAL_SPREADS
@@ -497,12 +511,18 @@ class Search:
     ) -> Iterator[list[SettingWithGaussian]]:
         """Yield the variational Gaussian of each setting, as a group of one.
 
-        The passes of `plan` find each of them, from the one before it.
+        The passes of `plan` find each of them, from the one before it. A setting whose curvature
+        cannot be factorised on the way has none, and is counted.
         """
         for setting in settings:
             state = self.state_at(setting, self._statistics_at(setting.spread))
             ascent = replace(make_bound_ascent(plan, state), most=SEARCH_ROUNDS)
-            posterior = ascent.maximise_bound()
+            try:
+                posterior = ascent.maximise_bound()
+            except NoFactorError as error:
+                self.failures.append(error)
+                yield [(setting, None)]
+                continue
             plan = replace(plan, start=posterior.variational)
             yield [(setting, Candidate(state.likelihood, posterior.covariance, step=None))]
 
@@ -556,6 +576,7 @@ def _with_report(
         spread=setting.spread,
         precision=setting.precision,
         settings=len(table.settings),
+        unfactorised=len(search.failures),
         coverage=coverage,
         held_out=held_out,
         mode=setting.mode,
