@@ -138,7 +138,7 @@ def _all_methods(
             precisions[structure] = str(error)[:80]
             continue
         assert isinstance(tuned.prior, Gaussian)
-        precisions[structure] = float(tuned.prior.precision)
+        precisions[structure] = float(tuned.prior.precision)  # type: ignore[arg-type]
         for prior, at in zip(PRIORS, (posterior, tuned), strict=True):
             label = f"{structure} {prior}"
             for method in ("LA", "ASSLA"):

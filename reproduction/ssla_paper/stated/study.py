@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ssla_paper.runner import Claim, Record, Task
+from ssla_paper.stated.claims import claims
 from ssla_paper.stated.data import TOY
 from ssla_paper.stated.methods import scored
 from ssla_paper.stated.modes import modes
+from ssla_paper.stated.numbers import gathered
+from ssla_paper.stated.report import write_tables
 from ssla_paper.stated.search import best, found
 from ssla_paper.uci.data import FOLDER, STAND_IN
 
@@ -52,7 +55,9 @@ class Stated:
         return made
 
     def report(self, records: Mapping[str, Record], folder: Path) -> list[Claim]:
-        return []
+        results = gathered(records)
+        write_tables(results, folder)
+        return claims(results)
 
 
 def _quick_tasks(name: str) -> list[Task]:
