@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ssla_paper.heteroscedastic.numbers import mean_of
@@ -54,12 +56,14 @@ def search_table(results: Found) -> Table:
         chosen = best(trials)
         counts = next(iter(results.splits[name].values()))["rows"]
         near = sum(trial.loss <= chosen.loss + 0.05 for trial in trials)
-        shown = [f"{chosen.rate:.1e}", chosen.batch, round(chosen.loss, 3), len(trials), near]
-        rows.append([title_of(name), *counts, *shown])
+        settings: list[Cell] = [f"{chosen.rate:.1e}", chosen.batch, f"{chosen.loss:.3f}"]
+        rows.append([title_of(name), *counts, *settings, len(trials), near])
     caption = (
         f"The search, once a set: Optuna's TPE, learning rates {RATES[0]:g} to {RATES[1]:g}, "
         f"batches {BATCHES[0]} to {BATCHES[1]}, by the NLL of the validation rows (without its "
-        "constant) of one split. Near: trials within 0.05 of the best."
+        "constant) of one split. Near: trials within 0.05 of the best. Splits of each set: "
+        f"{len(next(iter(results.splits.values())))}. Wine Quality and Bike Sharing: not "
+        "attempted."
     )
     columns = ["set", "training", "validation", "tested", "rate", "batch", "NLL", "trials", "near"]
     return Table("stated-search", caption, columns, rows, {})
@@ -192,7 +196,7 @@ def structure_table(results: Found) -> Table:
                         method,
                         structure,
                         words,
-                        f"{statistics.fmean(nlls):.3f}",
+                        f"{statistics.median(nlls):.3f}",
                         f"{statistics.fmean(errors):.2f}",
                         f"{statistics.fmean(covers):.1f}",
                         f"{statistics.fmean(widths):.3f}",
@@ -201,8 +205,8 @@ def structure_table(results: Found) -> Table:
                 )
     columns = ["method", "structure", "prior", "NLL", "coverage error", "95%", "width 95", "failed"]
     caption = (
-        "Structures and priors, means over sets: the median over splits of the NLL, which for SSLA "
-        "on its grid can be infinite; coverage error in points; coverage and width at 95%; for SSLA "
+        "Structures and priors, means over sets: of the NLL, which for SSLA on its grid can be "
+        "infinite, the median over sets of the median over splits; coverage error in points; coverage and width at 95%; for SSLA "
         "the refits that failed, in per cent: those rows have LA's answer."
     )
     return Table("stated-structures", caption, columns, rows, {})
@@ -223,7 +227,12 @@ def mode_table(results: Found) -> Table:
             for method in ("plug-in", "ASSLA", "LA", "SSLA", "SSLA, every y"):
                 scored = [one["methods"][method] for one in kept if "nll" in one["methods"][method]]
                 values = [one["nll"] for one in scored]
-                row.append(f"{statistics.median(values):.3f} ({max(values):,.1f})")
+                if not values:
+                    row.append(None)
+                    continue
+                fewer = "" if len(values) == len(kept) else f", {len(values)} splits"
+                row.append(f"{statistics.median(values):.3f} ({max(values):,.1f}{fewer})")
+            row += [f"{failed_refits(kept, method):.0f}" for method in ("SSLA", "SSLA, every y")]
             rows.append([*row, len(kept)])
     columns = [
         "set",
@@ -237,14 +246,27 @@ def mode_table(results: Found) -> Table:
         "LA",
         "SSLA",
         "SSLA, every y",
+        "failed",
+        "every y",
         "splits",
     ]
     caption = (
         "What the mode of the last layer does, under N(0, 1) with kfac: means of log σ² and of z² = "
-        "(y − μ)²/σ² at θ̂, and the NLL of test rows, median over splits (largest). The NLL of the "
+        "(y − μ)²/σ² at θ̂, and the NLL of test rows, median over splits (largest; how many "
+        "splits, where others have a curvature without a factor). Failed: "
+        "refits that do not converge, in per cent, of the prediction and of every y. The NLL of the "
         "network is half the sum of log σ², z² and log 2π."
     )
     return Table("stated-modes", caption, columns, rows, {})
+
+
+def failed_refits(kept: Sequence[Record], method: str) -> float:
+    """Return the share of rows in per cent whose refits failed, in records of one mode."""
+    total = sum(int(one["methods"]["plug-in"]["rows"]) for one in kept)
+    lost: int = sum(
+        one["methods"][method].get("unconverged", one["methods"]["plug-in"]["rows"]) for one in kept
+    )
+    return 100 * lost / total
 
 
 def worst_table(results: Found) -> Table:
@@ -280,7 +302,25 @@ def worst_table(results: Found) -> Table:
     return Table("stated-worst", caption, columns, rows, {})
 
 
-def _worst(records: Mapping[int, Record], mode: str, method: str) -> list[Cell] | None:
+@dataclass(frozen=True)
+class WorstSplit:
+    """The split with the largest NLL of a refit in one mode, and its worst row."""
+
+    split: int
+    nll: float
+    others: float  # the mean NLL of its other rows
+    laplace: float  # of LA without LA's worst row
+    row_nll: float
+    sigma_tilt: float  # by the network at its trained weights; NaN if it is not known there
+    z2_tilt: float
+    sigma: float
+    z2: float
+    width: float
+    laplace_width: float  # at LA's worst row
+
+
+def worst_split(records: Mapping[int, Record], mode: str, method: str) -> WorstSplit | None:
+    """Return the split with the largest NLL; None without one."""
     kept = {
         seed: record["modes"]
         for seed, record in records.items()
@@ -289,22 +329,43 @@ def _worst(records: Mapping[int, Record], mode: str, method: str) -> list[Cell] 
     if not kept:
         return None
     seed = max(kept, key=lambda seed: kept[seed][mode]["methods"][method]["nll"])
-    scores = kept[seed][mode]["methods"][method]
+    scores, laplace = (kept[seed][mode]["methods"][name] for name in (method, "LA"))
     worst = scores["worst"]
-    same = kept[seed]["tilt"]["methods"]
+    same = kept[seed].get("tilt", {}).get("methods", {})
     tilt = next(
         (one["worst"] for one in same.values() if one.get("worst", {}).get("row") == worst["row"]),
-        None,
+        {"sigma": math.nan, "z2": math.nan},
     )
+    return WorstSplit(
+        seed,
+        scores["nll"],
+        worst["others"],
+        laplace["worst"]["others"],
+        worst["nll"],
+        tilt["sigma"],
+        tilt["z2"],
+        worst["sigma"],
+        worst["z2"],
+        worst["width95"],
+        laplace["worst"]["width95"],
+    )
+
+
+def _worst(records: Mapping[int, Record], mode: str, method: str) -> list[Cell] | None:
+    found_here = worst_split(records, mode, method)
+    if found_here is None:
+        return None
+    one = found_here
+    is_known = not math.isnan(one.sigma_tilt)
     return [
-        str(seed),
-        f"{scores['nll']:,.2f}",
-        f"{worst['others']:.2f}",
-        f"{worst['nll']:,.1f}",
-        f"{tilt['sigma']:.3f}" if tilt else None,
-        f"{worst['sigma']:.3f}",
-        f"{tilt['z2']:.1f}" if tilt else None,
-        f"{worst['z2']:.1f}",
-        f"{worst['width95']:.4f}",
-        f"{kept[seed][mode]['methods']['LA']['worst']['width95']:.3f}",
+        str(one.split),
+        f"{one.nll:,.2f}",
+        f"{one.others:.2f}",
+        f"{one.row_nll:,.1f}",
+        f"{one.sigma_tilt:.3f}" if is_known else None,
+        f"{one.sigma:.3f}",
+        f"{one.z2_tilt:.1f}" if is_known else None,
+        f"{one.z2:.1f}",
+        f"{one.width:.4f}",
+        f"{one.laplace_width:.3f}",
     ]
