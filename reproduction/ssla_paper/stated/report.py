@@ -62,8 +62,8 @@ def search_table(results: Found) -> Table:
         f"The search, once a set: Optuna's TPE, learning rates {RATES[0]:g} to {RATES[1]:g}, "
         f"batches {BATCHES[0]} to {BATCHES[1]}, by the NLL of the validation rows (without its "
         "constant) of one split. Near: trials within 0.05 of the best. Splits of each set: "
-        f"{len(next(iter(results.splits.values())))}. Wine Quality and Bike Sharing: not "
-        "attempted."
+        f"{len(next(iter(results.splits.values())))}. Bike Sharing: not attempted, its "
+        "search was not finished."
     )
     columns = ["set", "training", "validation", "tested", "rate", "batch", "NLL", "trials", "near"]
     return Table("stated-search", caption, columns, rows, {})
