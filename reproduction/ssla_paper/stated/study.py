@@ -17,7 +17,7 @@ from ssla_paper.stated.report import write_tables
 from ssla_paper.stated.search import best, found
 from ssla_paper.uci.data import FOLDER, STAND_IN
 
-FIRST_SPLIT, SPLITS, MODE_SPLITS = 200, 20, 10  # of those of the study of UCI sets
+FIRST_SPLIT, SPLITS = 200, 9  # the first of those of the study of UCI sets; the text has no number
 MODE_SETS = ("auto_mpg", "liver_disorders")
 SEARCHED = (
     TOY,
@@ -48,7 +48,7 @@ class Stated:
                 chosen = best(found()[name])
                 settings = {"name": name, "rate": chosen.rate, "batch": chosen.batch, "seed": seed}
                 made.append(Task(f"{name}-{seed}", scored, settings))
-                if name in MODE_SETS and split < MODE_SPLITS:
+                if name in MODE_SETS:
                     made.append(Task(f"modes-{name}-{seed}", modes, settings))
         return made
 
