@@ -95,7 +95,7 @@ docs/paper/errata.md.
   and 25 rows, four points each. MFVI weights its divergence by the number of weights, HMC counts its variance twice.
 - **The stated networks.** With a mean and a log variance, trained by the NLL, classical Laplace is not conservative. ASSLA and
   the one refit on ŷ are narrower than it on every set, and not better calibrated; a refit for every y is wider. Many refits do
-  not converge, since early stopping leaves a gradient. Not attempted: Bike Sharing, and the stated searches for HMC, MFVI and VI.
+  not converge where the gradient that early stopping leaves is taken out (tilt). Not attempted: Bike Sharing, and the stated searches for HMC, MFVI and VI.
 - **A million rows.** The loss of accuracy comes from subtracting two float32 sums of ℓ. The text names the curvature term in one
   sentence, and the sums, correctly, in the next and in a footnote.
 - **Prior modularity.** The tables have the prior in the refit but not in the curvature: the shape is exact, the mass is

@@ -299,8 +299,8 @@ def _liver(results: Found, method: str) -> Claim:
     under = statistics.fmean(one["cover95"] for one, _ in pairs) < 95 - STEP
     published = PUBLISHED[LIVER]
     return Claim(
-        "Liver Disorders is a failure: pronounced under-coverage and an NLL above LA's (the stated "
-        f"networks): {method}",
+        "On Liver Disorders pronounced under-coverage and an NLL above LA's (the stated networks): "
+        f"{method}",
         f"{method} {published[method][0]:.0f}/{published[method][1]:.0f}/"
         f"{published[method][2]:.0f}, NLL {published[method][3]}; LA NLL {published['LA'][3]}",
         f"{cover}, LA {la}; NLL differs by {nll.shown(3)}",
