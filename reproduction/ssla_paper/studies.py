@@ -16,6 +16,7 @@ STUDIES = {  # name -> module
     "sine": "ssla_paper.sine:Sine",
     "priors": "ssla_paper.modularity:Priors",
     "robustness": "ssla_paper.robustness:Robustness",
+    "stated": "ssla_paper.stated:Stated",
 }
 
 
