@@ -107,13 +107,8 @@ class Validation:
         ]
         if self.unfactorised:
             lines.append(
-<<<<<<< HEAD
                 "             settings left out because their curvature cannot be factorised: "
                 f"{self.unfactorised}"
-=======
-                f"             {self.unfactorised} settings were left out: their curvature cannot "
-                "be factorised"
->>>>>>> h-stated
             )
         if self.row_scales is not None:
             low, high = self.row_scales

@@ -119,11 +119,7 @@ def choose_by_validation(plan: FitPlan, validation: Source, held_out: bool) -> P
     # Without any setting there is nothing to choose: the first failure says why.
     if not table.settings and search.failures:
         raise search.failures[0]
-<<<<<<< HEAD
     spread = refine_spread(table.settings, table.scores, rows.weights, table.index_of_chosen)
-=======
-    spread = refined_spread(table.settings, table.scores, rows.weights, table.index_of_chosen)
->>>>>>> h-stated
     setting = table.chosen._replace(spread=spread)
     posterior = fit_with_prior(search.make_plan_at(setting))
     return _with_report(posterior, search, original_rows, setting, held_out)
@@ -175,11 +171,7 @@ class Search:
     plan: FitPlan  # with the options that the user gave
     start: Posterior  # the Gaussian at the trained weights
     rows: ValidationRows
-<<<<<<< HEAD
     # the errors of settings whose curvature could not be factorised; these are left out
-=======
-    # of settings whose curvature could not be factorised; they are left out
->>>>>>> h-stated
     failures: list[NoFactorError] = field(default_factory=list)
 
     @cached_property
@@ -367,7 +359,6 @@ class Search:
             return [level]
         return list(dict.fromkeys(max(level * factor, LEAST_PRECISION) for factor in factors))
 
-<<<<<<< HEAD
     def _make_tilted_candidate(self, setting: Setting) -> Candidate | None:
         """Return the candidate at the trained head in a setting.
 
@@ -380,19 +371,6 @@ class Search:
                 return Candidate(likelihood, operator, step=None, scale=setting.spread)
             curvature = self._collect_statistics_at(setting.spread).curvature
             operator = curvature.with_prior(self.compute_precision_at(setting))
-=======
-    def _tilted_candidate(self, setting: Setting) -> Candidate | None:
-        """Return the Gaussian at the trained head in a setting; None where its curvature cannot be
-        factorised, which is counted.
-        """
-        likelihood = self.likelihood_at(setting.spread)
-        try:
-            if self._scales_with_noise:
-                operator = self._operator_at(setting.precision)
-                return Candidate(likelihood, operator, step=None, scale=setting.spread)
-            curvature = self._statistics_at(setting.spread).curvature
-            operator = curvature.with_prior(self.precision_at(setting))
->>>>>>> h-stated
         except NoFactorError as error:
             self.failures.append(error)
             return None
@@ -531,11 +509,7 @@ class Search:
         if not at_mode.settings:
             return
         nearest = at_mode.chosen
-<<<<<<< HEAD
         levels = self._choose_levels_around(nearest.precision, VARIATIONAL_PRECISIONS)
-=======
-        levels = self._levels_around(nearest.precision, VARIATIONAL_PRECISIONS)
->>>>>>> h-stated
         low, high = self._spread_limits
         factors = (1.0,) if self.fixed_spread else VARIATIONAL_SPREADS
         spreads = [min(max(factor * nearest.spread, low), high) for factor in factors]
@@ -567,21 +541,12 @@ class Search:
     ) -> Iterator[list[SettingWithGaussian]]:
         """Yield each setting with its variational Gaussian, as a group of one.
 
-<<<<<<< HEAD
         The passes of `plan` find each Gaussian, starting from the one before it. A setting whose
         curvature cannot be factorised on the way has none, and is counted in `failures`.
         """
         for setting in settings:
             at_mode = self.make_state_at(setting, self._collect_statistics_at(setting.spread))
             ascent = replace(make_bound_ascent(plan, at_mode), most=SEARCH_ROUNDS)
-=======
-        The passes of `plan` find each of them, from the one before it. A setting whose curvature
-        cannot be factorised on the way has none, and is counted.
-        """
-        for setting in settings:
-            state = self.state_at(setting, self._statistics_at(setting.spread))
-            ascent = replace(make_bound_ascent(plan, state), most=SEARCH_ROUNDS)
->>>>>>> h-stated
             try:
                 posterior = ascent.maximise_bound()
             except NoFactorError as error:
