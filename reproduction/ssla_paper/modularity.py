@@ -13,13 +13,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 import ssla
 from ssla_paper import imprecise
-from ssla_paper.runner import REPEATED, Claim, Record, Task
+from ssla_paper.runner import OURS, REPEATED, Claim, Record, Task
 from ssla_paper.tables import Cell, Table
 
 ROWS, NOISE, POINT, LEVERAGE = 50, 0.5, 1.5, 0.05315
@@ -151,7 +152,7 @@ class Priors:
             ),
             *_at_the_prediction(records),
             *_off_the_prediction(records),
-            _without_a_refit(records["variance-0.01"]),
+            *_without_a_refit(records),
             _exact(records, exactness),
             *imprecise.report(sets, folder),
         ]
@@ -211,21 +212,65 @@ def _off_the_prediction(records: Mapping[str, Record]) -> list[Claim]:
     ]
 
 
-def _without_a_refit(strong: Record) -> Claim:
-    """The sentence below eq. (10), under the strongest prior."""
-    added = [
-        told - truth for told, truth in zip(strong["additive"], strong["predictive"], strict=True)
-    ]
-    return Claim(
-        "No refit is needed for another prior: its increment between the estimates is enough",
-        "stated in the text; the tables are refitted under each prior",
-        f"between maximum-likelihood estimates, under N(0, 0.01): wrong by {added[0]:+.2f} at "
-        f"ŷ and {added[1]:+.2f} at ŷ + 1, which no normalisation corrects",
-        abs(added[1] - added[0]) < 1e-3,
-        "The prior moves the estimate at which both increments start; Gaussian sums move it "
-        "without a pass over the data.",
-        number="3",
+def _modes_move(convention: Literal["additive", "exact"]) -> float:
+    """The largest difference of a mode, before and after a refit, under two priors of the table."""
+    x = torch.linspace(-1, 1, ROWS, dtype=torch.float64)
+    rows, new = torch.stack([x, 0.8 * x], 1), torch.tensor([[POINT, 2.0]], dtype=torch.float64)
+    modes = []
+    for variance in (VARIANCES["0.01"], VARIANCES["1e6"]):
+        model = ssla.ExplicitModel(
+            log_prob, rows, [0.5], ssla.priors.Gaussian(1 / variance), convention
+        )
+        modes.append(torch.stack([model.mode, model.modes(new)[0]]))
+    return float((modes[0] - modes[1]).abs().max())
+
+
+def _without_a_refit(records: Mapping[str, Record]) -> list[Claim]:
+    """The sentence below (12), of (12) and of Algorithm 1, for every prior of the table."""
+    errors = {
+        record["prior"]: [
+            told - truth
+            for told, truth in zip(record["additive"], record["predictive"], strict=True)
+        ]
+        for record in records.values()
+    }
+    shape = max(abs(off - at) for at, off in errors.values())
+    said = "; ".join(f"N(0, {prior}) {at:+.4f}, {off:+.4f}" for prior, (at, off) in errors.items())
+    moved = max(
+        abs(refitted - told)
+        for record in records.values()
+        for refitted, told in zip(record["exact"]["ssla"], record["additive"], strict=True)
     )
+    modes = {convention: _modes_move(convention) for convention in ("additive", "exact")}
+    published = "stated of (12); the tables are refitted under each prior"
+    return [
+        Claim(
+            "No refit is needed for another prior: of (12), between maximum-likelihood estimates",
+            published,
+            f"θ̂ and θ̃ under N(0, 0.01) and N(0, 1e6) differ by at most {modes['additive']:.0e}",
+            modes["additive"] < 1e-9,
+            "True by the formula, at the price of accuracy: see the next line but one.",
+            number="3",
+        ),
+        Claim(
+            "No refit is needed for another prior: of Algorithm 1, whose modes depend on it",
+            published,
+            f"θ̂ and θ̃ differ by up to {modes['exact']:.2f}, the log density with refits from that "
+            f"of (12) by up to {moved:.2f}",
+            modes["exact"] < 1e-9,
+            "Gaussian sums move the mode without a pass over the data.",
+            number="3",
+        ),
+        Claim(
+            "Without a refit (12) is accurate under each prior of the table (its shape to 0.001)",
+            "not stated",
+            f"log density less the exact one at ŷ and at ŷ + 1: {said}",
+            shape < 1e-3,
+            "Where the two differ, no normalisation corrects it. The prior moves the estimate at "
+            "which both increments start.",
+            kind=OURS,
+        ),
+    ]
 
 
 def _exact(records: Mapping[str, Record], exactness: float) -> Claim:

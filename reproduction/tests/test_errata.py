@@ -59,6 +59,57 @@ def test_lemma_1_has_a_step_towards_the_new_row_and_the_bound_by_the_least_curva
     assert abs(tilde - hat) <= abs(score) / least * (1 + 1e-9)
 
 
+def spread(row, theta):
+    """N(y; 0, e^(s x)); a row is (x, y). At y = 0, the prediction, the score of s is −x/2."""
+    return -0.5 * theta[0] * row[0] - 0.5 * row[1] ** 2 * (-theta[0] * row[0]).exp()
+
+
+def test_at_the_prediction_lemma_1_fails_for_a_log_variance_with_vanishing_inputs():
+    """x_i = 1/i and y = ŷ = 0 at x = 1: (A1) to (A3) hold, J is bounded, the step stays."""
+    x = 1 / torch.arange(1, 100_001, dtype=F64)
+    z = torch.randn(100_000, dtype=F64, generator=generator(0))  # true s = 0
+    rows = torch.stack([x, z], 1)
+    steps, curvatures = [], []
+    for n in (100, 1_000, 10_000, 100_000):
+        known = model(spread, rows[:n], start=(0.0,))
+        hat = float(known.mode[0])
+        tilde = float(known.modes([[1.0, 0.0]])[0, 0])
+        steps.append(tilde - hat)
+        information = [
+            float(1 + 0.5 * (x[:n] ** 2 * z[:n] ** 2 * (-s * x[:n]).exp()).sum())
+            for s in (hat, tilde)
+        ]
+        curvatures.append(information[0])
+        # F̃' = −½ Σ x + ½ Σ x z² e^(−s x) − s − ½ is zero at the new mode
+        slope = -0.5 * x[:n].sum() + 0.5 * (x[:n] * z[:n] ** 2 * (-tilde * x[:n]).exp()).sum()
+        assert float(slope) - tilde - 0.5 == pytest.approx(0, abs=1e-8)
+        assert 1 <= min(information) <= 0.5 / abs(tilde - hat) <= max(information)
+    assert [round(step, 3) for step in steps] == [-0.184, -0.182, -0.182, -0.182]
+    assert [round(curvature, 2) for curvature in curvatures] == [2.57, 2.61, 2.61, 2.6]
+
+
+@pytest.mark.parametrize("n", [200, 800])
+def test_at_the_prediction_a_log_variance_changes_likelihood_prior_and_curvature_by_order_one_over_n(
+    n,
+):
+    """N(0, e^s) at y = ŷ = 0: a loss of 1/(4n); the ratio of prior to curvature is −2 τ ŝ."""
+    rows = torch.stack(
+        [torch.ones(n, dtype=F64), 2 * torch.randn(n, dtype=F64, generator=generator(n))], 1
+    )
+    squares = float((rows[:, 1] ** 2).sum())
+    flat = ssla.ExplicitModel(spread, rows, [0.5], ssla.priors.Flat())
+    hat, tilde = float(flat.mode[0]), float(flat.modes([[1.0, 0.0]])[0, 0])
+    assert tilde - hat == pytest.approx(-math.log1p(1 / n), rel=1e-8)
+    loss = 0.5 * n * (tilde - hat) + 0.5 * squares * (math.exp(-tilde) - math.exp(-hat))
+    assert loss == pytest.approx(0.5 - 0.5 * n * math.log1p(1 / n), rel=1e-6)
+    assert loss * 4 * n == pytest.approx(1, abs=1 / n)
+    tau = 2.0
+    known = model(spread, rows, precision=tau)
+    parts = known.increments([[1.0, 0.0]])
+    assert float(parts.prior) * n == pytest.approx(tau * float(known.mode[0]), rel=20 / n)
+    assert float(parts.curvature) * n == pytest.approx(-0.5, rel=20 / n)
+
+
 def test_theorem_1_is_bounded_by_the_score_and_its_intermediate_term_falls_as_one_over_n():
     """With a flat prior: ℓ(θ̂) − ℓ(θ̃) = n r²/(2 (n + 1)²), of order 1/n and not 1/n²."""
     scaled = []

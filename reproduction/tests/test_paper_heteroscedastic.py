@@ -201,3 +201,26 @@ def test_ranges_are_coverages_that_occurred():
 def test_every_published_cell_is_a_number_of_25_rows():
     assert {len(column) for column in PUBLISHED.values()} == {len(LEVELS)}
     assert all(value % 4 == 0 for column in PUBLISHED.values() for value in column)
+
+
+def test_classical_laplace_is_conservative_by_noise_structure_and_level():
+    """One σ is 4 points wide everywhere here; σ(x) is nominal but for DIAG."""
+    methods = {f"la-{s}": scored(-4.0, 0.5, 1.2) for s in ("kfac", "diag", "dense")}
+    methods |= {f"la_scaled-{s}": scored(0.0, 0.3, 1.1) for s in ("kfac", "dense")}
+    methods["la_scaled-diag"] = scored(-3.0, 0.3, 1.3)
+    records = {str(seed): {"seed": seed, "scores": methods} for seed in range(3)}
+    made = [c for c in claims(records, gathered(records)) if "conservative" in c.statement]
+    assert [c.holds for c in made] == [True, True, False, True]
+    assert made[0].statement.endswith("one σ fitted, at 75/50%")
+
+
+def test_the_structure_and_the_order_of_rows_are_judged_apart():
+    methods = {f"weights-{s}": scored(1.0, 0.1, 1.0) for s in ("kfac", "diag", "dense")}
+    methods |= {f"output-{s}": scored(1.0, 0.1, 1.0) for s in ("kfac", "diag", "dense")}
+    records = {str(seed): {"seed": seed, "scores": methods} for seed in range(3)}
+    for run, top in enumerate((80.0, 96.0)):
+        records[f"run-{run}"] = {"widths": [1.0], "rate": 0.1, "coverage": [top, 80.0, 70.0, 50.0]}
+    made = [c for c in claims(records, gathered(records)) if c.statement.startswith("SSLA's unc")]
+    assert [c.holds for c in made] == [True, False]
+    assert "up to 16 points apart" in made[0].found
+    assert made[1].found.startswith("0.0 points between structures on the 3 seeds")

@@ -150,19 +150,44 @@ def test_the_claims_follow_the_measurements():
         verdicts({"loss": -2.0, "prior": -2.0, "outer": 0.0}, sign=-1.0),
     )
 
-    def short(statements):
-        return {statement.split(":")[0].split(" is ")[0] for statement in statements}
+    def starts(statements):
+        return {statement.split(",")[0].split(" is ")[0] for statement in statements}
 
-    wrong = {"Proof of Lemma 1", "Proof of Theorem 1", "The prior increment", "Corollary 2"}
-    assert short(key for key in as_found if not as_found[key]) == wrong | {
-        "Lemma 1 follows from (A1) to (A3)"
-    }
-    assert short(key for key in as_found if as_found[key] != as_published[key]) == wrong | {
-        "Corollary 1"
-    }
+    published = {"Proof of Lemma 1", "Proof of Theorem 1"}
+    bounded = {key for key in as_found if "under (A1) to (A3) alone" in key}
+    assert starts(bounded) == {"Lemma 1", "Theorem 1", "Corollary 1 on π"}
+    wrong = {key for key in as_found if not as_found[key]} - bounded
+    assert not any(as_found[key] for key in bounded)
+    assert starts(wrong) == published | {"The prior increment", "Equation (13) and Corollary 2"}
+    ends = {key.partition(": ")[2] for key in wrong}
+    assert ends >= {"y ≠ ŷ", "G̃ the gradient of the sum ℓ̃, at θ̂"}
+    changed = {key for key in as_found if as_found[key] != as_published[key]}
+    assert changed == wrong | {key for key in as_found if key.startswith("Corollary 1 on π")} - (
+        bounded
+    )
     for key in ("step", "smallest", "gain", "bend", "gap"):
         slower = verdicts({key: -0.5})
         assert sum(as_found.values()) - sum(slower.values()) == 1, key
+
+
+def test_the_statements_at_the_prediction_and_of_all_rows_can_fail():
+    def verdict(start, **flat):
+        by_model = {
+            model: [{**r, **flat} for r in records({}).values() if r["model"] == model]
+            for model in (*MODELS, BOUNDED)
+        }
+        slopes = {
+            (q.key, model): slope(runs, q.key)
+            for model, runs in by_model.items()
+            for q in QUANTITIES
+        }
+        (claim,) = (c for c in claims(by_model, slopes) if start in c.statement)
+        return claim.holds
+
+    assert verdict("y = ŷ")
+    assert not verdict("y = ŷ", gap_at_prediction=[0.0, 1e-3, 0.0])
+    assert verdict("rows' own scores")
+    assert not verdict("rows' own scores", rows_outer=[1.0, 1.0, 1.2])
 
 
 def test_the_report_is_written(tmp_path):
