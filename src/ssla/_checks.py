@@ -268,7 +268,7 @@ def refuse_masked(
     """Raise ValueError for a NumPy array with masked values.
 
     The numbers behind the mask are not data. subject: the array, for the error. remedy: its last
-    sentence. Anything but a NumPy array is accepted.
+    sentence. Values of any other type are not checked.
     """
     if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
         mask = np.ma.getmaskarray(values)

@@ -9,12 +9,14 @@ import torch
 from torch import nn
 
 import ssla
+from ssla.curvature.dense import Dense
 from ssla.distributed.engines import _merge_tree
 from ssla.fitting.guard import warn_on_validation_rows
 from ssla.fitting.mode import NoModeError, Polish
 from ssla.fitting.passes import Chunk, Reader, thin_reader
 from ssla.fitting.price import AIM, _choose_next_factor
 from ssla.fitting.ranks import read_same_rows
+from ssla.fitting.sums import factorise_for_uphill_step
 from ssla.fitting.tuning import _choose_parabola_step
 from ssla.fitting.watching import Spread, TargetRange
 from ssla.values import join_chunks
@@ -86,6 +88,20 @@ def test_the_guard_warns_of_a_loss_beyond_two_standard_errors():
     warn_on_validation_rows(plug_in + 0.1, plug_in, weights)
     with pytest.warns(UserWarning, match=f"{0.5 + math.log(2):.4g} against 0.5 a row"):
         warn_on_validation_rows(plug_in - math.log(2), plug_in, weights)
+
+
+def test_only_the_positive_part_of_an_indefinite_diagonal_prior_is_factorised():
+    curvature = Dense(matrix=torch.diag(torch.tensor([1.0, 2.0, 3.0]).double()), dual=False)
+    convex = torch.tensor([0.5, -4.0, 1.0], dtype=torch.float64)
+    expected = curvature.with_prior(convex.clamp_min(0)).logdet()
+    assert float(factorise_for_uphill_step(curvature, convex).logdet()) == float(expected)
+    # A diagonal that leaves the sum positive definite is taken as it is.
+    mild = torch.tensor([0.5, -1.0, 1.0], dtype=torch.float64)
+    assert float(factorise_for_uphill_step(curvature, mild).logdet()) == pytest.approx(
+        math.log(1.5 * 1.0 * 4.0)
+    )
+    with pytest.raises(ValueError, match="positive definite"):
+        factorise_for_uphill_step(curvature, torch.diag(convex))
 
 
 @pytest.mark.parametrize("reached", [True, False])

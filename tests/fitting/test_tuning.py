@@ -172,7 +172,9 @@ def test_every_structure_reaches_the_top(structure, weights, per_layer, kind):
     )
     start = (
         tuned.tuning_history.points[-1]
-        / space.convert_to_units(torch.zeros(1, len(space.free), dtype=torch.float64))[0]
+        / space.compute_precisions_and_noise(torch.zeros(1, len(space.free), dtype=torch.float64))[
+            0
+        ]
     ).log()
 
     def negative(v):

@@ -137,7 +137,7 @@ def test_the_jacobian_at_other_weights_is_that_of_the_network_with_them():
 
 def test_columns_by_row_are_those_of_vmap():
     network = opened(Mixed())
-    free = network.free_parameters(network.theta)
+    free = network.split_into_parameters(network.theta)
     chosen = {name: free[name] for name in network.unplanned_names}
     found = network._compute_columns_by_row(X[:4], free, chosen, graph=False)
     for name, part in found.items():

@@ -24,6 +24,7 @@ MOST_ROUNDS = 200
 TOLERANCE = 1e-9  # of the scale: the gap at which a search ends
 SUFFICIENT = 1e-4  # share of the expected gain that a step must reach
 MOST_CUTS = 20  # how often a step is shortened at most
+LEAST_CUT, MOST_CUT = 0.1, 0.5  # limits of the factor by which a step is shortened
 FAR = 1e3  # step length, in units of the ball's radius, that leads to the boundary
 LOOSE = 1e-4  # of the scale: a gap after MOST_ROUNDS that is not an answer
 
@@ -121,9 +122,9 @@ def _take_step(
         if bool(best.gained.all()):
             break
 
-        # The maximum of the parabola through the last value and the slope at v, within limits.
-        parabola = share * expected / (2 * (share * expected - (height - value)))
-        share = share * torch.nan_to_num(parabola, 0.5).clamp(0.1, 0.5)
+        # To the maximum of the parabola through the last value and the slope at v, within limits.
+        cut = share * expected / (2 * (share * expected - (height - value)))
+        share = share * torch.nan_to_num(cut, MOST_CUT).clamp(LEAST_CUT, MOST_CUT)
 
     return best
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ssla._checks import warn
-from ssla.fitting.sums import Sums, factorise_uphill, solve_newton_step_by_products
+from ssla.fitting.sums import Sums, factorise_for_uphill_step, solve_newton_step_by_products
 from ssla.maths.conjugate import Product
 from ssla.priors import BoundGaussian, BoundPrior
 
@@ -196,7 +196,7 @@ class Polish:
         """
         if not self._has_approximate_curvature(sums) or self.make_products_at is None:
             return sums.compute_newton_step(gradient, prior_precision)
-        preconditioner = factorise_uphill(sums.statistics.curvature, prior_precision)
+        preconditioner = factorise_for_uphill_step(sums.statistics.curvature, prior_precision)
         return solve_newton_step_by_products(
             self.make_products_at(theta),
             gradient,

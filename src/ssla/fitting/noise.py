@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch import Tensor
 
-from ssla.fitting.sums import Sums, factorise_uphill
+from ssla.fitting.sums import Sums, factorise_for_uphill_step
 from ssla.likelihoods import Gaussian
 from ssla.likelihoods.likelihood import multiply_dispersion
 from ssla.network import Network
@@ -60,7 +60,7 @@ class _NoiseProblem:
         """
         scaled = self.sums.with_noise_scaled(noise[self.groups])
         precision = self.bound.precision(self.theta)
-        operator = factorise_uphill(scaled.newton_curvature, precision)
+        operator = factorise_for_uphill_step(scaled.newton_curvature, precision)
         used = torch.zeros_like(self.unit).index_add(
             0, self.groups, 1 - compute_prior_share(operator, precision)
         )

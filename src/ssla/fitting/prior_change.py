@@ -24,7 +24,7 @@ from torch.distributions import Distribution
 from ssla._checks import check_name
 from ssla.fitting.further_passes import polish_again
 from ssla.fitting.prior_choice import describe_change
-from ssla.fitting.sums import factorise_uphill
+from ssla.fitting.sums import factorise_for_uphill_step
 from ssla.fitting.variational import with_recentred_mean
 from ssla.priors import (
     ADDITIVE,
@@ -158,7 +158,9 @@ def find_mode_from_sums(
     height = float(bound.log_prob(theta))
     for _ in range(MOST_STEPS):
         gradient = statistics.gradient + bound.gradient(theta)
-        step = factorise_uphill(statistics.curvature, bound.precision(theta)).solve(gradient)
+        step = factorise_for_uphill_step(statistics.curvature, bound.precision(theta)).solve(
+            gradient
+        )
         decrement = float(gradient @ step)
         if decrement <= DECREMENT**2 * (1 + abs(height)):
             return theta, statistics

@@ -95,7 +95,7 @@ def alternate_averages_and_prior(
     the posterior from which the search starts. notes: for the history. plan: with the passes.
     quiet: whether a poor solution is only noted, without a warning.
     """
-    points = [space.convert_to_units(torch.zeros(1, len(space.free)).double())]
+    points = [space.compute_precisions_and_noise(torch.zeros(1, len(space.free)).double())]
     values: list[float] = []
     maxima: list[Maximum] = []
 
@@ -111,7 +111,7 @@ def alternate_averages_and_prior(
         if not maxima:
             values.append(current.log_evidence())
         maxima.append(best)
-        points.append(kept.convert_to_units(point[None]))
+        points.append(kept.compute_precisions_and_noise(point[None]))
         values.append(best.value)
         still = bool(((points[-1] / points[-2]).log().abs() <= SETTLED).all())
         return None if still or len(maxima) == ALTERNATIONS else chosen.prior
@@ -276,7 +276,7 @@ def make_history(
     return TuningHistory(
         labels.get(objective, f"held-out −{objective}"),
         names,
-        space.convert_to_units(best.points),
+        space.compute_precisions_and_noise(best.points),
         best.values,
         best.gradient,
         best.converged,

@@ -126,7 +126,7 @@ class Sums:
             except ValueError:
                 # The observed curvature is not positive definite: that of the statistics is used.
                 pass
-        return factorise_uphill(self.statistics.curvature, prior_precision).solve(gradient)
+        return factorise_for_uphill_step(self.statistics.curvature, prior_precision).solve(gradient)
 
     def add(
         self, f: Tensor, J: Jacobian, y: Tensor, weights: Tensor | None, likelihood: Likelihood
@@ -406,7 +406,7 @@ class Sums:
         )
 
 
-def factorise_uphill(curvature: Structure, prior_precision: Tensor) -> Operator:
+def factorise_for_uphill_step(curvature: Structure, prior_precision: Tensor) -> Operator:
     """Factorise (S + T)⁻¹ for a step uphill, from the curvature S of the data and T of the prior.
 
     prior_precision: T, (P,) or (P, P). Where a prior that is not log-concave makes S + T

@@ -167,10 +167,10 @@ def _tune_variational(
         return keep_higher_bound(posterior, tuned)
 
     def score_posterior(candidate: Posterior) -> float:
-        """Return the score of a posterior under its own prior, penalised by that prior.
+        """Return the score of a posterior under its own prior, with a penalty on its precisions.
 
-        The log density of its precisions around the expected ones, divided by the number of rows,
-        is added. Notes of the score are appended to `notes`.
+        The penalty is the log density of the precisions around the expected ones, divided by the
+        number of rows. Notes of the score are appended to `notes`.
         """
         score = make_score(candidate)
         moved = space.move_to(candidate)
@@ -207,7 +207,7 @@ def _search_by_passes(
     # The Gaussians during the search were rough: the best one is found again, with all its rounds.
     tolerance = ROUGH if rough else TOLERANCE
     tuned = BoundAscent(search.best, average, tolerance=tolerance).maximise_bound()
-    points = [space.convert_to_units(point[None]) for point in search.points]
+    points = [space.compute_precisions_and_noise(point[None]) for point in search.points]
     history = make_history_of_visits(
         objective, space, search.as_maximum(), notes, points, search.values, settled=True
     )

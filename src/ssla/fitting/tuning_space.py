@@ -184,10 +184,11 @@ class Space:
         rows = self.posterior.sums.weight * self.posterior.network.outputs
         return torch.cat([2 / sizes, torch.tensor([0.5 / rows], dtype=torch.float64)])[self.free]
 
-    def convert_to_units(self, points: Tensor) -> Tensor:
-        """Return the values (R, d) of the free coordinates at points (R, d), in their own units.
+    def compute_precisions_and_noise(self, points: Tensor) -> Tensor:
+        """Return what the free coordinates stand for, at points (R, d): (R, d).
 
-        The values are the mean precision of a group, and the noise of the first output.
+        A column is the mean precision of a free group, or the standard deviation of the first
+        output's noise.
         """
         columns = []
         for column, i in enumerate(self.free.tolist()):

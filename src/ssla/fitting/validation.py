@@ -341,9 +341,9 @@ class Search:
     def _score_tilted_heads_at(
         self, table: ScoreTable, spread: float, levels: list[float] | tuple[float, ...]
     ) -> None:
-        """Score the trained head at one spread and several levels, and add them to a table.
+        """Score the trained head at one spread and several levels, and add the scores to a table.
 
-        levels: from the strongest prior on.
+        levels: in falling order, because scoring may stop at the first hopeless one.
         """
         settings = [Setting(self.mode, LAPLACE, spread, level) for level in levels]
         table.score_until_hopeless(

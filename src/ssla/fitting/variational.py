@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ssla._checks import warn
 from ssla.curvature import Operator, Structure
-from ssla.fitting.sums import Sums, factorise_uphill, solve_newton_step_by_products
+from ssla.fitting.sums import Sums, factorise_for_uphill_step, solve_newton_step_by_products
 from ssla.maths.conjugate import Product
 from ssla.priors import Prior
 from ssla.report import FIT, VARIATIONAL, Note
@@ -222,7 +222,7 @@ class BoundAscent:
         T is the prior's −∇² log π at the mean (P,). Raises ValueError where the precision is not
         positive definite.
         """
-        return factorise_uphill(curvature, self.posterior.bound_prior.precision(mean))
+        return factorise_for_uphill_step(curvature, self.posterior.bound_prior.precision(mean))
 
     def _make_iterate_at(self, mean: Tensor, curvature: Structure, covariance: Operator) -> Iterate:
         """Take the averages over a Gaussian in one pass, and return it with them and its bound.

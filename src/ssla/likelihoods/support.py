@@ -249,9 +249,9 @@ def _check_finite(y: Tensor) -> None:
 
 
 def _refuse_outside(outside: Tensor, y: Tensor, expected: str) -> None:
-    """Raise ValueError, which names the first such y, if `outside` (N,) is true for some y (N,).
+    """Raise ValueError if any y (N,) is outside the support, as marked in `outside` (N,) bool.
 
-    expected: the allowed values in words.
+    The message names the first one. expected: the allowed values in words.
     """
     if bool(outside.any()):
         row = int(outside.nonzero()[0, 0])

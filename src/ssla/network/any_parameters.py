@@ -151,11 +151,11 @@ class AnyParameters:
         """Yield chunks of the rows x that fit the budget in bytes."""
         return split_into_chunks(x, self.rows_at_once(budget))
 
-    def free_parameters(self, theta: Tensor) -> dict[str, Tensor]:
+    def split_into_parameters(self, theta: Tensor) -> dict[str, Tensor]:
         """Return the free parameters at θ (P,) by name, in the module's dtype and on its device."""
         return {
-            name: theta[index].to(self.device, self.dtype)
-            for name, index in self.layout.positions.items()
+            name: theta[positions].to(self.device, self.dtype)
+            for name, positions in self.layout.positions.items()
         }
 
     def compute_outputs(self, free: Mapping[str, Tensor], x: Inputs) -> Tensor:
@@ -181,7 +181,7 @@ class AnyParameters:
         Raises ValueError if the module fails on x.
         """
         with torch.no_grad(), self.frozen.explain_failures(x):
-            return self.compute_outputs(self.free_parameters(theta), x).to("cpu")
+            return self.compute_outputs(self.split_into_parameters(theta), x).to("cpu")
 
     def linearise(self, x: Inputs, theta: Tensor, graph: bool = False) -> tuple[Tensor, Jacobian]:
         """Return f (B, C) and J at θ (P,), on the CPU, for cast x.
@@ -191,7 +191,7 @@ class AnyParameters:
         """
         if any(is_inside_vmap(leaf) for leaf in input_tensors(x)):
             raise ValueError(MAPPED)
-        free = self.free_parameters(theta)
+        free = self.split_into_parameters(theta)
         f, blocks, norm_columns = self._differentiate_layers(x, free, graph)
         f = f.to("cpu")
         rest_block = None

@@ -348,7 +348,7 @@ def _compute_by_backpropagation(network: AnyParameters, x: Inputs) -> tuple[Tens
     """
     free = {
         name: value.requires_grad_(True)
-        for name, value in network.free_parameters(network.theta).items()
+        for name, value in network.split_into_parameters(network.theta).items()
     }
 
     with torch.enable_grad():

@@ -150,28 +150,23 @@ def average_normals(
     factors: Tensor,
     shares: Tensor,
     like: Tensor,
-    most: float = math.inf,
+    largest_log_variance: float = math.inf,
 ) -> Predictive:
     """Return the predictive of y ~ N(μ, eˢ), averaged over M marginals (μ, s) ~ N(f, K).
 
-    marginals: f (N, 2) and K (N, 2, 2) of each, with weights (M,). Each distribution of y is also
-    averaged over stretches around its mean by factors (F,), with shares (F,). like: answers have
-    its dtype and device. most: the largest s, because eˢ becomes huge far from the data.
+    marginals: f (N, 2) and K (N, 2, 2) of each, with weights (M,). The distribution of y under each
+    marginal is stretched around its mean by each of the factors (F,); these F copies are averaged
+    with the weights shares (F,). like: answers have its dtype and device. largest_log_variance: a
+    limit of s, because eˢ becomes huge far from the data.
 
-    The average over μ is a closed form: given s, y is normal with mean μ̂ + β(s − ŝ),
-    β = Cov(μ, s)/Var s, and variance eˢ + Var(μ|s). The average over s is by Gauss–Hermite.
+    The average over μ is a closed form, that over s is by Gauss–Hermite: see `_spread_marginal`.
     """
     nodes, node_weights = gauss_hermite_rule(NODES)
     means, scales = [], []
-    for f, K in marginals:
-        variance_of_s = K[:, 1, 1].clamp_min(SMALLEST_DIVISOR)
-        beta = (K[:, 0, 1] / variance_of_s)[:, None]
-        s_step = variance_of_s.sqrt()[:, None] * nodes  # s − ŝ (N, J)
-        remaining = (K[:, 0, 0, None] - beta * K[:, 0, 1, None]).clamp_min(0.0)  # Var(μ|s)
-        variance = (f[:, 1:] + s_step).clamp_max(most).exp() + remaining
-        # (N, J, F): one normal for each node and factor
-        means.append(f[:, :1, None] + (beta * s_step)[:, :, None] * factors)
-        scales.append(variance.sqrt()[:, :, None] * factors)
+    for marginal in marginals:
+        mean, scale = _spread_marginal(marginal, nodes, factors, largest_log_variance)
+        means.append(mean)
+        scales.append(scale)
 
     # The epistemic variance is that of μ in each marginal, and that between the marginals.
     centres = torch.stack([f[:, 0] for f, _ in marginals], 1)
@@ -183,6 +178,24 @@ def average_normals(
     )
     extreme = torch.stack([is_extreme(f, K.diagonal(dim1=1, dim2=2)) for f, K in marginals]).any(0)
     return _make_normals_predictive(law, like, extreme)
+
+
+def _spread_marginal(
+    marginal: Marginal, nodes: Tensor, factors: Tensor, largest_log_variance: float
+) -> tuple[Tensor, Tensor]:
+    """Return means and standard deviations (N, J, F) of y: a normal for each node and factor.
+
+    nodes: values (J,) of (s − ŝ)/sd s. Given s, y is normal with mean μ̂ + β(s − ŝ),
+    β = Cov(μ, s)/Var s, and variance eˢ + Var(μ|s). Other arguments as of `average_normals`.
+    """
+    f, K = marginal
+    variance_of_s = K[:, 1, 1].clamp_min(SMALLEST_DIVISOR)
+    beta = (K[:, 0, 1] / variance_of_s)[:, None]
+    s_step = variance_of_s.sqrt()[:, None] * nodes  # s − ŝ (N, J)
+    remaining = (K[:, 0, 0, None] - beta * K[:, 0, 1, None]).clamp_min(0.0)  # Var(μ|s)
+    variance = (f[:, 1:] + s_step).clamp_max(largest_log_variance).exp() + remaining
+    means = f[:, :1, None] + (beta * s_step)[:, :, None] * factors
+    return means, variance.sqrt()[:, :, None] * factors
 
 
 def pool_normals(first: Predictive, second: Predictive, share: float) -> Predictive:

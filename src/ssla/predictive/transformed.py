@@ -333,7 +333,7 @@ def remove_transforms(predictive: Predictive) -> Predictive:
     Transformed members of a mixture and transformed parts of joined rows are replaced too. A
     predictive without a transform keeps its law.
     """
-    return _replace_law(predictive, _remove_transforms(predictive.law))
+    return _replace_law(predictive, _remove_transforms_of_law(predictive.law))
 
 
 def _replace_law(predictive: Predictive, law: Law) -> Predictive:
@@ -348,7 +348,7 @@ def _replace_law(predictive: Predictive, law: Law) -> Predictive:
     return replace(predictive, law=law, diagnostics=flags, parts=())
 
 
-def _remove_transforms(law: Law) -> Law:
+def _remove_transforms_of_law(law: Law) -> Law:
     """Return the law with every TransformedLaw in it replaced by its base.
 
     The laws of mixtures and of joined rows are searched; other laws are returned as they are.
@@ -356,7 +356,7 @@ def _remove_transforms(law: Law) -> Law:
     if isinstance(law, TransformedLaw):
         return law.base
     if isinstance(law, MixtureLaw | JoinedLaw):
-        return replace(law, laws=tuple(map(_remove_transforms, law.laws)))
+        return replace(law, laws=tuple(map(_remove_transforms_of_law, law.laws)))
     return law
 
 

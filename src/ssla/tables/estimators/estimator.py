@@ -385,9 +385,9 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     def predict_dist(self, X: Any) -> Predictive:
         """Return the predictive distribution of y at X, a `ssla.Predictive`.
 
-        The predictive has mean, variance, cdf, hdr, mass, sample and others. X may also be rows
-        that `encode` returned. Raises ValueError for rows that cannot be used, and NotFittedError
-        before `fit`.
+        X: rows (n, d) with the columns of `fit`, or rows that `encode` returned. The result has n
+        rows; `ssla.Predictive` lists its answers. Raises ValueError for rows that cannot be used,
+        and NotFittedError before `fit`.
         """
         check_is_fitted(self, "ensemble_")
         return self._predict_rows(self._encode_if_needed(X))

@@ -333,8 +333,8 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
     def predict_dist(self, X: Any) -> Predictive:
         """Return the predictive distribution of y at X, a `ssla.Predictive`.
 
-        The predictive has mean, variance, cdf, hdr, mass, sample and others. Raises NotFittedError
-        before `fit`, and ValueError for rows that cannot be used.
+        X: rows (n, d) with the columns of `fit`. The result has n rows; `ssla.Predictive` lists its
+        answers. Raises NotFittedError before `fit`, and ValueError for rows that cannot be used.
         """
         check_is_fitted(self, "ensemble_")
         layer: Any = self.ensemble_

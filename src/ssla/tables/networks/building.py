@@ -255,8 +255,7 @@ def _select_fitted_data(
     fitted_data = replace(data, y=target.y)
     if likelihood is None:
         return fitted_data
-    every_row = torch.ones(len(target.y), dtype=torch.bool)
-    return fitted_data.select_rows(thin_out(every_row, MOST_FITTED))
+    return fitted_data.select_rows(_choose_fitted_rows(len(target.y)))
 
 
 def _fit_members(
@@ -348,11 +347,15 @@ def _restrict_support(ensemble: Ensemble, x: Tensor, weights: Tensor) -> Ensembl
 
 
 def find_fitted_rows(ensemble: Ensemble, rows: int) -> Tensor:
-    """Return which of the n rows of the table the last layers were fitted to (n,) bool.
+    """Return a mask (n,) of the rows of the table to which the last layers were fitted.
 
     These are the rows that the columns of `ensemble.held` stand for.  rows: n.
     """
-    every_row = torch.ones(rows, dtype=torch.bool)
     if ensemble.held is None or ensemble.held.shape[1] == rows:
-        return every_row
-    return thin_out(every_row, MOST_FITTED)
+        return torch.ones(rows, dtype=torch.bool)
+    return _choose_fitted_rows(rows)
+
+
+def _choose_fitted_rows(rows: int) -> Tensor:
+    """Return a mask (n,) of at most MOST_FITTED of n rows, evenly spread.  rows: n."""
+    return thin_out(torch.ones(rows, dtype=torch.bool), MOST_FITTED)
