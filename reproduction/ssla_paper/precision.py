@@ -208,7 +208,7 @@ class Precision:
                 "float32 subtraction gives the published errors (half the spacing of float32 "
                 "numbers near ℓ)",
                 "7.6e-3 to 5.9e-2",
-                f"within {100 * worst:.0f}% of every published error",
+                f"within {100 * worst:.1f}% of every published error",
                 worst < 0.15,
                 kind=REPEATED,
             ),

@@ -222,24 +222,27 @@ def _patterns(gaps: dict[str, float], gains: list[float]) -> list[Claim]:
 
 def _numbers(records: Mapping[str, Record]) -> Claim:
     """How many published means ours are near, and the farthest NLL."""
-    near = total = 0
+    near = total = inside = 0
     far, worst = "", 0.0
     for case, published in PUBLISHED.items():
         runs = [record["methods"] for record in records.values() if record["case"] == case]
         for name, cells in published.items():
             for cell, (score, allowed) in zip(cells, NEAR.items(), strict=True):
-                told = float(cell.split()[0])
+                told, sd = (float(part) for part in cell.split(" ± "))
                 seen = statistics.mean(run[name][score] for run in runs)
                 near += abs(told - seen) <= allowed
+                inside += abs(told - seen) <= sd
                 total += 1
                 if score == "nll" and abs(told - seen) > worst:
                     worst, far = abs(told - seen), f"{seen:.3f} against {told:.3f} ({case})"
     return Claim(
         "The numbers of both tables (RMSE and NLL to 0.02, coverage to 2 points)",
         f"{total} means",
-        f"{near} of {total}; the farthest NLL is {far}",
+        f"{near} of {total}, and {inside} within one published standard deviation; the farthest NLL "
+        f"is {far}",
         near == total,
-        "Data, bases, noise and seeds are not published; ours give another level.",
+        "Not comparable to these tolerances: data, bases, noise, seeds and the number of runs are "
+        "not published, and the published NLL has a standard deviation of 0.167 to 0.235 over runs.",
         kind=REPEATED,
     )
 

@@ -20,10 +20,12 @@ from ssla_paper.peers.laplace_classes import laplace_classes
 from ssla_paper.peers.temperature import COLDEST, temperature
 from ssla_paper.robustness import Robustness, data
 from ssla_paper.robustness.ablation import variants
+from ssla_paper.robustness.claims import _by_dataset, _from_the_best
 from ssla_paper.robustness.covariate import _mean_of, _places
 from ssla_paper.robustness.methods import quiet, trained
-from ssla_paper.robustness.results import spread
+from ssla_paper.robustness.results import Results, spread
 from ssla_paper.robustness.scores import auroc, class_scores, entropy, reliability
+from ssla_paper.runner import OURS
 
 
 def generator(seed=0):
@@ -239,3 +241,33 @@ def test_means_are_not_made_of_what_is_missing():
     assert spread([1.0, None]) is None
     assert spread([5.0], 2) == "5.00"
     assert spread([np.inf, 1.0]) is None
+
+
+def runs(ours, baseline):
+    """Two sets, three seeds: the ECE of ASSLA and of the best baseline."""
+    found = {}
+    for name in ("wine", "moons"):
+        for seed, (a, b) in enumerate(zip(ours, baseline, strict=True)):
+            worse = {"scores": {"ece": 0.5, "nll": 0.5, "accuracy": 0.9}, "auroc": {}}
+            methods = dict.fromkeys(("temperature", "laplace", "ensemble", "dropout"), worse)
+            for one, ece in (("plug_in", b), ("none", a), ("default", a)):
+                scores = {"ece": ece, "nll": 0.1, "accuracy": 0.9}
+                methods[one] = {"scores": scores, "auroc": {}}
+            found[f"calibration-{name}-{seed}"] = {
+                "dataset": name,
+                "methods": methods,
+                "missing": {},
+            }
+    return Results.of(found)
+
+
+def test_calibration_is_judged_by_paired_differences_with_their_error():
+    for ours, holds in (((0.03, 0.02, 0.05), True), ((0.04, 0.05, 0.06), False)):
+        results = runs(ours, (0.02, 0.03, 0.04))
+        made = {c.statement: c for c in _by_dataset(results)}
+        (line,) = (c for s, c in made.items() if s.startswith("Unc") and s.endswith(": ASSLA"))
+        assert line.holds == holds
+        (lower,) = (c for s, c in made.items() if s.startswith("The NLL") and s.endswith(": ASSLA"))
+        assert lower.kind == OURS
+    apart, error = _from_the_best(runs((0.03, 0.02, 0.05), (0.02, 0.03, 0.04)), "none", ["wine"])
+    assert (apart, error) == pytest.approx((0.01 / 3, math.sqrt(4e-4 / 3) / math.sqrt(3)))

@@ -149,7 +149,7 @@ def _noise(records: Mapping[str, Record]) -> dict[float, float]:
 
 def _apart_as_published() -> int:
     columns = [PUBLISHED[f"SSLA {s}"] for s in ("KFAC", "DIAG", "DENSE")]
-    return max(max(level) - min(level) for level in zip(*columns, strict=True))
+    return int(max(max(level) - min(level) for level in zip(*columns, strict=True)))
 
 
 def _order(records: Mapping[str, Record]) -> list[Claim]:
