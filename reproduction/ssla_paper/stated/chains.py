@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -69,7 +70,7 @@ def split_weights(w: Tensor, inputs: int, outputs: int) -> list[Tensor]:
     widths = (inputs, *HIDDEN, outputs)
     parts: list[Tensor] = []
     place = 0
-    for a, b in zip(widths, widths[1:], strict=False):
+    for a, b in pairwise(widths):
         weight, bias = w[..., place : place + a * b], w[..., place + a * b : place + a * b + b]
         parts += [weight.reshape(*w.shape[:-1], b, a), bias]
         place += a * b + b
@@ -140,7 +141,8 @@ def split_r_hat(values: Tensor) -> Tensor:
     parts = torch.cat([values[:, :half], values[:, -half:]]).double()
     within = parts.var(1).mean(0)
     between = parts.mean(1).var(0)
-    return ((half - 1) / half + between / within).sqrt()
+    found: Tensor = ((half - 1) / half + between / within).sqrt()
+    return found
 
 
 def effective(values: Tensor) -> Tensor:
@@ -162,4 +164,5 @@ def effective(values: Tensor) -> Tensor:
     pairs = rho[: draws // 2 * 2].reshape(-1, 2, rows).sum(1)
     is_positive = (pairs > 0).cummin(0).values
     pairs = pairs.cummin(0).values * is_positive
-    return chains * draws / (2 * pairs.sum(0) - 1).clamp_min(1 / math.log10(chains * draws))
+    found: Tensor = (2 * pairs.sum(0) - 1).clamp_min(1 / math.log10(chains * draws))
+    return chains * draws / found
