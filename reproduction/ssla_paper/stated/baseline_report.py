@@ -110,6 +110,7 @@ def write_baseline_tables(baselines: Baselines, results: Found, folder: Path) ->
         coverage_table(baselines),
         score_table(baselines, results),
         chain_table(baselines),
+        fit_table(baselines),
     ):
         if table.rows and baselines.methods:
             table.write(folder)
@@ -234,6 +235,27 @@ def chain_table(baselines: Baselines) -> Table:
     return Table("stated-baselines-chains", caption, columns, rows, {})
 
 
+def fit_table(baselines: Baselines) -> Table:
+    rows: list[list[Cell]] = []
+    for method in ("mfvi", "alpha"):
+        records = baselines.fresh(method).values()
+        if records:
+            row: list[Cell] = [TITLES[method]]
+            for fact, digits in (("epochs", 0), ("divergence", 0), ("weight_sd", 4)):
+                row.append(mean_of([float(r["facts"][fact]) for r in records]).shown(digits))
+            spread = mean_of([r["spread"] for r in records]).shown(2)
+            rows.append([*row, spread, len(records)])
+    caption = (
+        "The fits of MFVI and black-box α, mean ± standard error over splits: epochs, of which 500 "
+        "are the most and 20 without improvement of the validation NLL after burn-in the end; the "
+        "divergence from the prior N(0, 1) in nats, which an optimised q has far below the "
+        "thousands; the median deviation of a weight, which starts at 0.0067; the deviation of the "
+        "mean prediction over test rows, in units of the targets'."
+    )
+    columns = ["method", "epochs", "divergence", "deviation", "spread", "splits"]
+    return Table("stated-baselines-fits", caption, columns, rows, {})
+
+
 def baseline_claims(baselines: Baselines, results: Found) -> list[Claim]:
     """The claims for which there are records."""
     have = {method for method in baselines.methods if baselines.scores(method)}
@@ -289,7 +311,9 @@ def _closest(baselines: Baselines, results: Found) -> Claim:
 
 def _averse(baselines: Baselines) -> Claim:
     mean = {name: baselines.mean(name, "rmse").value for name in ("mfvi", "hmc")}
-    spread = statistics.fmean(r["spread"] for r in baselines.fresh("mfvi").values())
+    records = baselines.fresh("mfvi").values()
+    spread = statistics.fmean(r["spread"] for r in records)
+    nats = statistics.fmean(r["facts"]["divergence"] for r in records)
     over = [baselines.mean("mfvi", f"cover{level}").value > level for level in LEVELS]
     return Claim(
         "MFVI collapses toward the predictive mean and is risk-averse (the stated networks, searched "
@@ -299,8 +323,9 @@ def _averse(baselines: Baselines) -> Claim:
         f"of its mean over test rows is {spread:.2f} of the targets'",
         mean["mfvi"] > 1.5 * mean["hmc"] and all(over),
         "Collapse: an RMSE of more than 1.5 times HMC's; risk-averse: coverage above nominal at all "
-        "four levels"
-        + (", which alone is so." if all(over) and mean["mfvi"] <= 1.5 * mean["hmc"] else "."),
+        "four levels. Stopped early as stated, q is far from its optimum: its divergence from the "
+        f"prior is {nats:,.0f} nats, with deviations near their start. An optimised one collapses "
+        "(study heteroscedastic, tanh).",
         number="4",
     )
 
