@@ -154,7 +154,7 @@ def test_a_proposal_without_a_finite_energy_is_rejected():
 
 
 def test_the_diagnostics_are_those_of_an_autoregression():
-    rho, draws = 0.8, 20_000
+    rho, draws = 0.8, 6_000
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(2, draws, 3, generator=generator, dtype=torch.float64)
     values = torch.zeros_like(noise)
