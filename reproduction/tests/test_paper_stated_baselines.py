@@ -154,14 +154,14 @@ def test_a_proposal_without_a_finite_energy_is_rejected():
 
 
 def test_the_diagnostics_are_those_of_an_autoregression():
-    rho, draws = 0.8, 6_000
+    rho, draws = 0.8, 10_000
     generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(2, draws, 3, generator=generator, dtype=torch.float64)
+    noise = torch.randn(2, draws, 12, generator=generator, dtype=torch.float64)
     values = torch.zeros_like(noise)
     for i in range(1, draws):
         values[:, i] = rho * values[:, i - 1] + noise[:, i]
     expected = 2 * draws * (1 - rho) / (1 + rho)
-    assert chains.effective(values).tolist() == pytest.approx([expected] * 3, rel=0.15)
+    assert float(chains.effective(values).mean()) == pytest.approx(expected, rel=0.1)
     assert float(chains.split_r_hat(values).max()) < 1.01
     apart = values + torch.tensor([0.0, 10.0])[:, None, None]
     assert float(chains.split_r_hat(apart).min()) > 2
