@@ -251,7 +251,7 @@ def test_the_parts_of_the_network_make_its_nll(fitted):
 
 
 def test_a_full_run_has_every_searched_set_and_split():
-    tasks = Stated().tasks(quick=False)
+    tasks = [t for t in Stated().tasks(quick=False) if not t.key.startswith("baseline")]
     assert len(tasks) == SPLITS * len(SEARCHED) + sum(t.key.startswith("modes") for t in tasks)
     named = {task.settings["name"] for task in tasks}
     assert named == set(SEARCHED) >= set(MODE_SETS)

@@ -7,7 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ssla_paper.heteroscedastic.numbers import OWN
 from ssla_paper.runner import Claim, Record, Task
+from ssla_paper.stated.baseline_report import (
+    baseline_claims,
+    baselines_of,
+    write_baseline_tables,
+)
+from ssla_paper.stated.baselines import SPACES, baseline
+from ssla_paper.stated.baselines import best as best_baseline
+from ssla_paper.stated.baselines import found as found_baselines
 from ssla_paper.stated.claims import claims
 from ssla_paper.stated.data import TOY
 from ssla_paper.stated.methods import scored
@@ -17,7 +26,7 @@ from ssla_paper.stated.report import write_tables
 from ssla_paper.stated.search import best, found
 from ssla_paper.uci.data import FOLDER, STAND_IN
 
-FIRST_SPLIT, SPLITS = 200, 10  # the first of those of the study of UCI sets
+FIRST_SPLIT, SPLITS = 200, 20  # the first of those of the study of UCI sets
 MODE_SETS = ("auto_mpg", "liver_disorders")
 SEARCHED = (
     TOY,
@@ -30,6 +39,7 @@ SEARCHED = (
     "wine_quality",
 )
 QUICK_EPOCHS = 30
+BASELINE_SPLITS = 10  # all of them, and the toy module's own rows
 
 
 @dataclass(frozen=True)
@@ -50,12 +60,34 @@ class Stated:
                 made.append(Task(f"{name}-{seed}", scored, settings))
                 if name in MODE_SETS:
                     made.append(Task(f"modes-{name}-{seed}", modes, settings))
-        return made
+        return [*made, *baseline_tasks()]
 
     def report(self, records: Mapping[str, Record], folder: Path) -> list[Claim]:
-        results = gathered(records)
-        write_tables(results, folder)
-        return claims(results)
+        baselines = baselines_of(records)
+        results = gathered({k: r for k, r in records.items() if "baseline" not in r})
+        if results.splits:
+            write_tables(results, folder)
+        write_baseline_tables(baselines, results, folder)
+        return [
+            *(claims(results) if results.splits else []),
+            *baseline_claims(baselines, results),
+        ]
+
+
+def baseline_tasks() -> list[Task]:
+    """Of the baselines that were searched: one task for each split, and one for the own rows."""
+    made: list[Task] = []
+    for method in SPACES:
+        trials = found_baselines().get(method)
+        if not trials:
+            continue
+        chosen = best_baseline(trials).settings
+        for seed in (OWN, *range(FIRST_SPLIT, FIRST_SPLIT + BASELINE_SPLITS)):
+            key = f"baseline-{method}-{'own' if seed == OWN else seed}"
+            made.append(
+                Task(key, baseline, {"method": method, "seed": seed, "settings": dict(chosen)})
+            )
+    return made
 
 
 def _quick_tasks(name: str) -> list[Task]:
@@ -70,4 +102,26 @@ def _quick_tasks(name: str) -> list[Task]:
     return [
         *made,
         Task(f"modes-{name}", modes, {**settings, "epochs": QUICK_EPOCHS, "tested": 3}),
+        *_quick_baselines(),
     ]
+
+
+def _quick_baselines() -> list[Task]:
+    """One short run of each baseline, by settings that were not searched."""
+    chain = {"step": 1e-3, "samples": 40, "steps": 10, "tau_in": 1.0, "tau_out": 10.0, "mass": 0.1}
+    other = {"rate": 0.01, "batch": 64, "burn_in": 5, "train_draws": 5, "test_draws": 10}
+    settings: dict[str, dict[str, float]] = {
+        "hmc": chain,
+        "hmc1": chain,
+        "mfvi": {**other, "noise_scale": 1.0},
+        "alpha": {**other, "noise_scale": 1.0, "alpha": 0.5},
+    }
+    made: list[Task] = []
+    for method, chosen in settings.items():
+        for seed in (OWN, FIRST_SPLIT):
+            more = {} if method.startswith("hmc") else {"epochs": 10}
+            key = f"baseline-{method}-{'own' if seed == OWN else seed}"
+            made.append(
+                Task(key, baseline, {"method": method, "seed": seed, "settings": chosen, **more})
+            )
+    return made
