@@ -343,7 +343,7 @@ EXPECTED = {  # None: a comparison that a small version, or another machine, may
         *[False, False, True],
     ],
     "precision": [True, False, True, True, True, True, True],
-    "heteroscedastic": [True, *[None] * 16],
+    "heteroscedastic": [True, *[None] * 17],
     "sine": [True, True, True, False, True, True],
     "priors": [True, True, True, True, True, False, False, True, False, True],
     "robustness": [False, *[None] * 26, True, None],

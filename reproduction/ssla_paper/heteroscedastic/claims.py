@@ -149,7 +149,8 @@ def _noise(records: Mapping[str, Record]) -> dict[float, float]:
 
 def _apart_as_published() -> int:
     columns = [PUBLISHED[f"SSLA {s}"] for s in ("KFAC", "DIAG", "DENSE")]
-    return int(max(max(level) - min(level) for level in zip(*columns, strict=True)))
+    apart: int = max(max(level) - min(level) for level in zip(*columns, strict=True))
+    return apart
 
 
 def _order(records: Mapping[str, Record]) -> list[Claim]:
