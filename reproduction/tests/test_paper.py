@@ -348,7 +348,7 @@ EXPECTED = {  # None: a comparison that a small version, or another machine, may
     "priors": [True, True, True, True, True, False, False, True, False, True],
     "robustness": [False, *[None] * 26, True, None],
     "uci": [*[None] * (2 * bool(os.environ.get("SSLA_DATA"))), True, True, *[None] * 17],
-    "stated": [None] * 15,
+    "stated": [None] * 23,
 }
 
 
