@@ -257,7 +257,9 @@ def test_every_searched_method_has_its_splits_and_quick_tables_are_written(tmp_p
     monkeypatch.setattr(Stated, "tasks", lambda *_: quick)
     claims = run(study, place, progress=False)
     written = {path.stem for path in (place.results("stated")).glob("*.md")}
-    assert {f"stated-baselines-{part}" for part in ("coverage", "scores", "chains")} <= written
+    assert {
+        f"stated-versus-baselines-{part}" for part in ("coverage", "scores", "chains")
+    } <= written
     records = {task.key: place.recall("stated", task) for task in quick}
     assert {record["split"] for record in records.values()} == {42, 200}
     assert [c.statement for c in baseline_claims(baselines_of(records), gathered({}))] == [

@@ -139,7 +139,7 @@ def ranges_table() -> Table:
         "it was drawn so). Seconds: of the processor, of all trials."
     )
     columns = ["method", "setting", "range", "found", "end", "NLL", "trials", "seconds"]
-    return Table("stated-baselines-search", caption, columns, rows, {})
+    return Table("stated-versus-baselines-search", caption, columns, rows, {})
 
 
 def truth_loss() -> float:
@@ -183,7 +183,7 @@ def coverage_table(baselines: Baselines) -> Table:
         "module's own 25 test rows; ours on 100 fresh test rows a split, mean ± standard error. "
         "Networks: 2×50, ReLU, outputs μ and log σ²; one output: σ² = 1/τ_out."
     )
-    return Table("stated-baselines-coverage", caption, columns, rows, {})
+    return Table("stated-versus-baselines-coverage", caption, columns, rows, {})
 
 
 def score_table(baselines: Baselines, results: Found) -> Table:
@@ -200,7 +200,7 @@ def score_table(baselines: Baselines, results: Found) -> Table:
         "of the mean coverage from nominal, mean over the four levels. The lower part: this "
         "study's other methods on the same splits (kfac, tuned prior)."
     )
-    return Table("stated-baselines-scores", caption, columns, rows, {})
+    return Table("stated-versus-baselines-scores", caption, columns, rows, {})
 
 
 def _score_row(label: str, scores: list[Scores]) -> list[Cell]:
@@ -249,7 +249,7 @@ def chain_table(baselines: Baselines) -> Table:
         f"effective draws of the scored chain (median). Split {OWN}: the module's own rows."
     )
     columns = ["method", "split", "accepted", "draws", "R̂", "largest R̂", "effective"]
-    return Table("stated-baselines-chains", caption, columns, rows, {})
+    return Table("stated-versus-baselines-chains", caption, columns, rows, {})
 
 
 def fit_table(baselines: Baselines) -> Table:
@@ -270,7 +270,7 @@ def fit_table(baselines: Baselines) -> Table:
         "mean prediction over test rows, in units of the targets'."
     )
     columns = ["method", "epochs", "divergence", "deviation", "spread", "splits"]
-    return Table("stated-baselines-fits", caption, columns, rows, {})
+    return Table("stated-versus-baselines-fits", caption, columns, rows, {})
 
 
 def baseline_claims(baselines: Baselines, results: Found) -> list[Claim]:
