@@ -89,6 +89,6 @@ def test_factors_stretch_around_the_mean_and_the_log_variance_has_a_limit():
     assert float(wide.mean) == pytest.approx(1.0)
     assert float(wide.stddev) == pytest.approx(3.0)
     far = average_normals(
-        [Marginal(torch.tensor([[1.0, 50.0]], dtype=torch.float64), K)], ONE, ONE, ONE, f, most=2.0
+        [Marginal(torch.tensor([[1.0, 50.0]], dtype=torch.float64), K)], ONE, ONE, ONE, f, 2.0
     )
     assert float(far.variance) == pytest.approx(math.exp(2.0))

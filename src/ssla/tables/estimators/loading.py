@@ -478,6 +478,9 @@ def _check_columns(estimator: Any) -> None:
             f"the plan has {plan.width} inputs and the network has {architecture.inputs}"
         )
 
+    # Without names there is one made up for each column, so a forged number must not be huge.
+    if columns > len(plan.features) + len(plan.left_out):
+        raise ValueError(f"there are {columns} columns, more than the plan has")
     names = set(list_column_names(estimator))
     inputs = {feature.name for feature in plan.features}
 
