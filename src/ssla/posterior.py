@@ -257,7 +257,8 @@ class Posterior:
         """Write to a directory of tensors and JSON, which `ssla.load(path, model)` opens.
 
         It needs safetensors. Neither the network nor any data are stored: keep the module's
-        state_dict beside it.
+        state_dict beside it. Returns the path. An older directory there stays until the new one is
+        complete. Raises ssla.FileError if the path cannot be written or replaced.
         """
         return files.save(self, path)
 

@@ -33,10 +33,10 @@ def checked_plan(
     """Check the arguments of a fit, and return its plan.
 
     result_class: the class that the fit returns. data: the source of its passes. prior, mode,
-    gaussian: None where the fit chooses.
-    budget: bytes for intermediate results. Raises TypeError for something else than a likelihood, a
-    prior or a structure, and ValueError for unknown names and for arguments that exclude each
-    other.
+    gaussian: None where the fit chooses. budget: bytes for intermediate results.
+
+    Raises TypeError for an object that is not a likelihood, a prior or a structure, and ValueError
+    for unknown names and for arguments that exclude each other.
     """
     _check_likelihood(likelihood)
     if mode is not None:
